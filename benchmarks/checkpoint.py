@@ -7,8 +7,10 @@ A turn saves (files are forced to disk), drops the files from the page cache if 
 the same model and optimizer. Before the load all tensors are set to zero; after it their checksums are compared with
 those before the save, outside of the timed part. `model-` cases have weights only, `adam-` cases also fp32 AdamW state;
 0.4 is a Llama of 0.4 billion fp32 parameters, 1.5 one of 1.5 billion bf16 parameters, small a model of 5,000 matrices
-of 64 x 64. "bare" writes and reads one file per rank, see bare.py. Writes checkpoint.json and checkpoint.png, prints
-tables. `--smoke` runs everything in seconds, with tiny models.
+of 64 x 64. `tp-` is the Llama with layers split over pairs of ranks, `ep-` a Mixtral with experts divided among them;
+both are sharded over the pairs, so they need 4 ranks. "bare" writes and reads one file per rank, see bare.py. "between
+ranks" counts the bytes on the loopback device. Writes checkpoint.json and checkpoint.png, prints tables. `--smoke` runs
+everything in seconds, with tiny models.
 """
 
 import os
@@ -34,13 +36,15 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, MixtralForCausalLM
 
-from fsdp2_strategy import load_checkpoint, save_checkpoint, shard_model
+from fsdp2_strategy import build_mesh, load_checkpoint, save_checkpoint, shard_model
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-CASES = ["model-0.4", "adam-0.4", "model-1.5", "model-small", "adam-small"]
+CASES = ["model-0.4", "adam-0.4", "model-1.5", "model-small", "adam-small", "tp-0.4", "ep-0.4"]
+SPLIT = {"tp": {"tensor_parallel_size": 2}, "ep": {"expert_parallel_size": 2}}
+"""The cases of weights whose layers or experts are divided among pairs of ranks, and then sharded."""
 
 
 class SmallMatrices(nn.Module):
@@ -53,7 +57,14 @@ class SmallMatrices(nn.Module):
         )
 
 
-def build(size: str, *, smoke: bool) -> nn.Module:
+def build(kind: str, size: str, *, smoke: bool) -> nn.Module:
+    if kind in SPLIT:
+        config = harness.mixtral_config(smoke=smoke) if kind == "ep" else harness.llama_config(size, smoke=smoke)
+        with torch.device("meta"):
+            model = (MixtralForCausalLM if kind == "ep" else LlamaForCausalLM)(config).to(config.dtype)
+        options = dict(SPLIT[kind])
+        mesh = build_mesh(tensor_parallel_size=options.pop("tensor_parallel_size", 1))
+        return shard_model(model, mesh, bf16=False, **options).to_empty(device="cpu")
     if size == "small":
         small = SmallMatrices(4, 5, 8) if smoke else SmallMatrices(100, 50, 64)
         return shard_model(small, bf16=False, block_class_names=["Sequential"])
@@ -74,7 +85,7 @@ class State:
     @classmethod
     def of(cls, case: str, *, smoke: bool) -> "State":
         kind, size = case.split("-", 1)
-        model = build(size, smoke=smoke)
+        model = build(kind, size, smoke=smoke)
         state = cls(model, torch.optim.AdamW(model.parameters()) if kind == "adam" else None)
         state.reset()
         return state
@@ -235,9 +246,17 @@ CONTESTANTS = {
     "accelerate": (accelerate_save, accelerate_load),
 }
 WEIGHTS_ONLY = {"DCP, Hugging Face", "gather + save_file"}
+OF_SPLIT = ("bare", "ours", LOAD_ONLY, "DCP")
+"""The contestants for weights that are divided among ranks and sharded: DCP writes the same DTensors."""
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def contestants_of(case: str, state: State) -> list[str]:
+    if case.split("-", maxsplit=1)[0] in SPLIT:
+        return list(OF_SPLIT)
+    return [name for name in CONTESTANTS if state.optimizer is None or name not in WEIGHTS_ONLY]
 
 
 def work(rank: int, options: dict) -> None:
@@ -245,11 +264,13 @@ def work(rank: int, options: dict) -> None:
     folder = Path(options["folder"])
     state = State.of(options["case"], smoke=options["smoke"])
     expected = harness.digests_of(state.tensors())
-    names = [name for name in CONTESTANTS if state.optimizer is None or name not in WEIGHTS_ONLY]
+    names = contestants_of(options["case"], state)
     results: dict = {"save": {}, "load": {}}
     payload: list = [None] * options["ranks"]
     dist.all_gather_object(payload, sum(t.nbytes for t in state.tensors().values()))
-    if harness.available_bytes() < 4 * sum(payload):  # the file, and the full state on every rank
+    if FULL_STATE in names and harness.available_bytes() < 4 * sum(
+        payload
+    ):  # the file, and the full state on every rank
         names.remove(FULL_STATE)
         error = [[{"error": "the full state does not fit into this machine's memory"}]]
         results["save"][FULL_STATE] = results["load"][FULL_STATE] = error
@@ -293,17 +314,19 @@ def table(entry: dict) -> str:
         f"{entry['kind']} {entry['case']} ({entry['payload_bytes'] / 1e9:.2f} GB), {entry['ranks']} ranks, "
         f"{entry['where']}",
         "",
-        f"| | s: median (min - max) | time / ours: median (middle half) | peak per rank, MB | {moved} / needed |",
-        "|---|---|---|---|---|",
+        f"| | s: median (min - max) | time / ours: median (middle half) | peak per rank, MB | {moved} / needed | "
+        "between ranks, MB |",
+        "|---|---|---|---|---|---|",
     ]
     for name, facts in contestants.items():
         if "error" in facts:
-            lines.append(f"| {name} | {facts['error'].splitlines()[0][:60]} | | | |")
+            lines.append(f"| {name} | {facts['error'].splitlines()[0][:60]} | | | | |")
             continue
         middle, low, high = harness.ratio(facts["seconds"], own["seconds"])
         lines.append(
             f"| {name} | {harness.format_times(facts['seconds'])} | {middle:.2f} ({low:.2f} - {high:.2f}) | "
-            f"{facts['peak_bytes'] / 1e6:.0f} | {facts[f'{moved}_bytes'] / entry['payload_bytes']:.4f} |"
+            f"{facts['peak_bytes'] / 1e6:.0f} | {facts[f'{moved}_bytes'] / entry['payload_bytes']:.4f} | "
+            f"{facts['moved_bytes'] / 1e6:.2f} |"
         )
     if "error" not in contestants["bare"]:
         middle, low, high = harness.ratio(own["seconds"], contestants["bare"]["seconds"])
@@ -336,6 +359,8 @@ def main() -> None:
     )
     entries = []
     for where, case, ranks in ((w, c, r) for w in args.where for c in args.cases for r in args.ranks):
+        if case.split("-")[0] in SPLIT and ranks < 4 and not args.smoke:
+            continue
         scratch = args.disk if where == "disk" else args.tmpfs
         options = {
             "case": case,

@@ -7,6 +7,7 @@ other: they need up to 16 GB of memory and write several GB to pytest's temporar
 
 from __future__ import annotations
 
+import filecmp
 import itertools
 import json
 import shutil
@@ -21,9 +22,11 @@ import torch
 import torch.distributed as dist
 import xxhash
 from helpers.models import next_token_loss
+from helpers.placed import mesh_of, place
 from helpers.pool import processes
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from fsdp2_strategy import (
@@ -31,6 +34,8 @@ from fsdp2_strategy import (
     FSDPV2Strategy,
     StrategyConfig,
     list_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
     sizes,
     verify_checkpoint,
     weight_checksums,
@@ -38,6 +43,7 @@ from fsdp2_strategy import (
 from fsdp2_strategy.checkpoint.directory import partial_path
 from fsdp2_strategy.checkpoint.paths import CheckpointPaths
 from fsdp2_strategy.checkpoint.training_state import optimizer_tensors
+from fsdp2_strategy.distributed.torch_internals import local_of
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.rollout.engine import ENGINES, TransformersEngine
 from fsdp2_strategy.vla import LeRobotLayout
@@ -380,3 +386,53 @@ def allocated_bytes(folder):
         return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
     except FileNotFoundError:
         return 0
+
+
+# --- columns ---------------------------------------------------------------------------------------------------------
+
+LARGE = {
+    "columns": ((20_011, 3072), Shard(1)),
+    "rows": ((20_011, 1024), Shard(0)),
+    "fused": ((3, 4096, 1024), _StridedShard(1, split_factor=2)),
+    "experts": ((4, 1024, 4096), Shard(2)),
+    "wide": ((4, 6_000_000), Shard(1)),
+}
+"""Shapes, and placements as tensor parallelism has them: of bf16, and of more bytes than a block of checksums."""
+
+
+def large_model(shape, seed):
+    draw = torch.Generator().manual_seed(seed)
+    model = torch.nn.Module()
+    for name, (size, _) in LARGE.items():
+        values = torch.randint(-1000, 1000, size, dtype=torch.int16, generator=draw).view(torch.bfloat16)
+        model.register_parameter(name, torch.nn.Parameter(values, requires_grad=False))
+    return place(model, mesh_of(shape), {f"^{name}$": placement for name, (_, placement) in LARGE.items()})
+
+
+def save_large(folder, shape):
+    save_checkpoint(large_model(shape, 0), folder, "t")
+
+
+def load_large(folder, shape):
+    model, expected = large_model(shape, 1), large_model(shape, 0)
+    load_checkpoint(model, folder)
+    pairs = zip(model.parameters(), expected.parameters(), strict=True)
+    assert all(torch.equal(local_of(a).view(torch.int16), local_of(b).view(torch.int16)) for a, b in pairs)
+
+
+@pytest.mark.big
+@pytest.mark.timeout(600)
+def test_columns_of_large_weights_are_written_as_on_one_rank_and_load_on_any(tmp_path, run_on):
+    run_on(1, save_large, folder=tmp_path / "one", shape=(1, 1, 1))
+    run_on(4, save_large, folder=tmp_path / "many", shape=(1, 2, 2))
+    files = sorted((tmp_path / "one" / "t" / "model").glob("*.safetensors"))
+    assert len(files) > 1
+    for path in files:
+        other = tmp_path / "many" / path.relative_to(tmp_path / "one")
+        assert filecmp.cmp(path, other, shallow=False), path.name
+    assert verify_checkpoint(tmp_path / "many" / "t", progress=False).ok
+    manifests = sum(path.stat().st_size for path in (tmp_path / "many" / "t").rglob("checksums/*"))
+    assert manifests < 1e-4 * sum(path.stat().st_size for path in files)
+    for world, shape in ((4, (1, 2, 2)), (4, (2, 1, 2)), (3, (1, 3, 1)), (2, (1, 1, 2)), (1, (1, 1, 1))):
+        run_on(world, load_large, folder=tmp_path / "many", shape=shape)
+    run_on(4, load_large, folder=tmp_path / "one", shape=(1, 2, 2))

@@ -50,7 +50,7 @@ from fsdp2_strategy.cli import main
 from fsdp2_strategy.errors import DamageError
 from fsdp2_strategy.hf.output_files import create_files, files_for
 from fsdp2_strategy.hf.regions import Region
-from fsdp2_strategy.hf.replicated_reads import read_request_for
+from fsdp2_strategy.hf.replicated_reads import read_requests_for
 from fsdp2_strategy.hf.safetensors_format import DTYPES
 from fsdp2_strategy.hf.verified_read import Reader, ReadRequest
 from fsdp2_strategy.hf.write import WriteRequest, write_all
@@ -258,7 +258,7 @@ def test_any_sharding_and_dtype_is_written_and_read(tmp_path):
     assert not [n for n in plain if not torch.equal(bits(stored[n]), bits(plain[n]))]
     other = {name: sharded(torch.zeros_like(tensor), mesh, state[name].placements) for name, tensor in plain.items()}
     targets = targets_by_name("state", other, stored_in(tmp_path))
-    read_all([read_request_for(*target) for target in targets], None, "reading")
+    read_all([r for target in targets for r in read_requests_for(*target)], None, "reading")
     assert not [n for n in state if not torch.equal(bits(other[n].to_local()), bits(state[n].to_local()))]
 
 

@@ -826,5 +826,14 @@ def test_an_adapter_and_the_base_weights_are_streamed_apart(tmp_path):
     assert_same(dict(stream_weights(model, dtype=None, merge_adapters=False)), expected)
     assert adapter
     assert_same(dict(stream_adapter(model)), adapter)
-    with pytest.raises(RolloutError, match=r"'other' is not in PeftModel.*'default'"):
+    with pytest.raises(RolloutError, match=r"'other' is not in PeftModel.*'default'\. Pass adapter= with one of these"):
         next(stream_adapter(model, "other"))
+    plain = shard_model(build("llama"), is_training=True, bf16=False)
+    with pytest.raises(
+        RolloutError,
+        match=r"the adapter 'default': .*contains 0 peft models, expected one.*or stream_weights",
+    ):
+        next(stream_adapter(plain))
+    next(p for n, p in model.named_parameters() if n.endswith("norm.weight")).requires_grad_(True)
+    with pytest.raises(RolloutError, match=r"cannot stream the adapter 'default': .*trains .*norm.*modules_to_save"):
+        next(stream_adapter(model))

@@ -68,12 +68,12 @@ def test_what_a_module_carries_follows_copies_and_pickles():
 
 
 def test_no_other_table_of_models_is_kept():
-    """Those that are left are not of models: process groups, loaders, recordings, and optimizers that keep masters."""
+    """Those that are left are not of models: groups, loaders, recordings, and optimizers that keep masters."""
     left = {
         "checkpoint/background_save.py": {"_background_groups"},
         "model/state.py": {"_states"},
         "model/master_weights.py": {"_optimizers"},
-        "distributed/process_group.py": {"_full_trainers", "_group_counts"},
+        "distributed/process_group.py": {"_full_trainers", "_group_counts", "_joined"},
         "hf/meta/recorded_init.py": {"_recordings"},
         "vla/epochs.py": {"_original_seeds"},
     }

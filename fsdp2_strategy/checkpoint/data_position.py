@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load, save
 
 from fsdp2_strategy.checkpoint.training_state import require_saved
-from fsdp2_strategy.distributed.process_group import world_size
+from fsdp2_strategy.distributed.process_group import data_size
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.json_files import check_json
 
@@ -77,7 +77,7 @@ class DataPosition:
         if _is_shared(loader):
             check_json(state, "dataloader")
             return cls(entry={"state": dict(state)}, rank_file=None)
-        return cls(entry={"ranks": world_size()}, rank_file=_serialize(state))
+        return cls(entry={"ranks": data_size()}, rank_file=_serialize(state))
 
 
 def check_position(loader: Any, saved: Mapping[str, Any] | None, path: Path, *, any_batch_size: bool = False) -> None:
@@ -102,10 +102,10 @@ def check_position(loader: Any, saved: Mapping[str, Any] | None, path: Path, *, 
             f"{type(loader).__name__}, expected a ResumableLoader, which knows the order of all samples. "
             "Pass True, and keep the batch size."
         )
-    elif saved["ranks"] != world_size():
+    elif saved["ranks"] != data_size():
         raise CheckpointError(
             f"cannot load the data position: {path} was saved by a loader with one state per rank, on "
-            f"{saved['ranks']} ranks, and this run has {world_size()}, expected the same number. Use ResumableLoader, "
+            f"{saved['ranks']} ranks, and this run has {data_size()}, expected the same number. Use ResumableLoader, "
             "which resumes on any number of ranks, or pass dataloader=None and set the position yourself."
         )
 

@@ -14,6 +14,7 @@ import contextlib
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -24,12 +25,12 @@ from fsdp2_strategy.checkpoint.layout import (
     FORMAT_VERSION,
     LAST,
     LATEST,
-    Checkpoint,
     checkpoints_with_manifest,
     digest_of_manifest,
     is_last,
     read_manifest,
 )
+from fsdp2_strategy.checkpoint.lock import LOCK
 from fsdp2_strategy.checkpoint.paths import (
     CHECKSUMS,
     TRAINABLE,
@@ -46,6 +47,9 @@ from fsdp2_strategy.hf.json_files import fsync, write_bytes, write_json
 _PARTIAL = ".partial"
 _REPLACED = ".replaced"
 _REMOVED = ".removed"
+
+NOT_CHECKPOINTS = (LOCK, *(f".*{suffix}/*" for suffix in (_PARTIAL, _REPLACED, _REMOVED)))
+"""Patterns of the other files in a directory of checkpoints: the lock, saves in flight, and deletions."""
 
 
 def partial_path(save_dir: Path, tag: str) -> Path:
@@ -113,7 +117,7 @@ def write_checksums(partial: CheckpointPaths, rank: int, blocks: Mapping[Path, S
         "algorithm": ALGORITHM,
         "block_bytes": sizes.BLOCK_BYTES,
         "blocks": {
-            partial.name_of(path): [[b.begin, b.end, b.digest] for b in sorted(of_file)]
+            partial.name_of(path): [list(astuple(b)[: 5 if b.stride else 3]) for b in sorted(of_file)]
             for path, of_file in sorted(blocks.items())
         },
     }
@@ -226,12 +230,21 @@ def update_latest(newest: CheckpointPaths) -> None:
     fsync(save_dir)
 
 
-def remove(checkpoints: Sequence[Checkpoint]) -> None:
+def removed_path(path: Path) -> Path:
+    """Return the name under which a checkpoint's directory is deleted."""
+    return path.with_name(f".{path.name}{_REMOVED}")
+
+
+def remove(checkpoints: Sequence[Path], leftovers: Sequence[Path] = ()) -> None:
     """Rename checkpoints to ``.removed``, then delete them in a background thread.
 
     The rename ensures that no incomplete checkpoint is listed.
+
+    Args:
+        checkpoints: directories of checkpoints.
+        leftovers: renamed directories to delete as well, which an interrupted deletion left.
     """
-    removed = [c.path.rename(c.path.with_name(f".{c.tag}{_REMOVED}")) for c in checkpoints]
+    removed = [*leftovers, *(path.rename(removed_path(path)) for path in checkpoints)]
     if removed:
         thread = Thread(target=_delete_all, args=(removed,), name="remove checkpoints")
         _removals.append(thread)

@@ -58,7 +58,7 @@ from fsdp2_strategy.model.gradients import clear_gradients
 from fsdp2_strategy.model.master_weights import refresh_masters_of
 from fsdp2_strategy.model.names import clean, named_parameters, persistent_buffers
 from fsdp2_strategy.model.offload import check_resident
-from fsdp2_strategy.model.shards import shard_view
+from fsdp2_strategy.model.shards import local_shard
 
 Described = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -398,7 +398,7 @@ class ForeignTensors:
                 )
             return
         for name, tensor in tensors.items():
-            local_of(tensor).copy_(shard_view(self._full[self._stored_names[name]], tensor))
+            local_of(tensor).copy_(local_shard(tensor).of(self._full[self._stored_names[name]]))
 
 
 def _load_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str], frozenset[str]]:

@@ -6,6 +6,7 @@ Input: a sharded policy. Output: an unsharded copy on rank 0, and the folder tha
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from fsdp2_strategy.hf.skeleton import meta_skeleton
 from fsdp2_strategy.model.fsdp_state import class_name
 from fsdp2_strategy.model.names import clean
 from fsdp2_strategy.model.placeholders import values_of
+from fsdp2_strategy.model.shards import replica_of, shard_group_of
 
 
 def gathered_policy(root: nn.Module) -> nn.Module | None:
@@ -69,23 +71,21 @@ def _gather_to_rank_0(tensor: torch.Tensor) -> torch.Tensor:
     nothing = torch.empty(0)
     if not isinstance(tensor, DTensor):
         return values_of(tensor).to("cpu", copy=True) if is_rank_0() else nothing
-    *replica, index = tensor.device_mesh.get_coordinate() or [0]
-    if any(replica):
+    if replica_of(tensor)[0]:
         return nothing  # only the first replica, which contains rank 0, gathers
-    [*_, placement] = tensor.placements
-    dim: int = placement.dim  # type: ignore[attr-defined]
-    count, length = tensor.device_mesh.size(-1), tensor.shape[dim]
-    rows = max(1, -(-length // count))
     local = values_of(tensor).to(tensor.device_mesh.device_type)
-    padded = local.new_zeros([*tensor.shape[:dim], rows, *tensor.shape[dim + 1 :]])
-    padded.narrow(dim, 0, local.shape[dim]).copy_(local)
-    shards = [torch.empty_like(padded) for _ in range(count)] if index == 0 else []
-    in_bytes = [shard.view(torch.uint8) for shard in shards] or None  # every backend can gather uint8
-    dist.gather(padded.view(torch.uint8), in_bytes, group=tensor.device_mesh.get_group(-1), group_dst=0)
-    if not shards:
+    holders = shard_group_of(tensor)
+    if holders is None:
+        return local.to("cpu", copy=True) if is_rank_0() else nothing
+    shards = holders.shards(tensor)
+    sent = torch.zeros(max(math.prod(shard.shape) for shard in shards), dtype=local.dtype, device=local.device)
+    sent[: local.numel()].copy_(local.reshape(-1))
+    received = [torch.empty_like(sent) for _ in shards] if is_rank_0() else []
+    in_bytes = [each.view(torch.uint8) for each in received] or None  # every backend can gather uint8
+    dist.gather(sent.view(torch.uint8), in_bytes, group=holders.group, group_dst=0)
+    if not received:
         return nothing
     full = torch.empty(tensor.shape, dtype=tensor.dtype)
-    for begin, shard in zip(range(0, length, rows), shards, strict=False):  # shards of the last ranks may be empty
-        size = min(rows, length - begin)
-        full.narrow(dim, begin, size).copy_(shard.narrow(dim, 0, size))
+    for shard, each in zip(shards, received, strict=True):
+        shard.copy_to(full, each[: math.prod(shard.shape)].view(shard.shape))
     return full

@@ -55,7 +55,14 @@ from fsdp2_strategy.checkpoint.training_state import (
 from fsdp2_strategy.distributed.agreement import all_or_none, check_equal, from_rank_0
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
-from fsdp2_strategy.distributed.process_group import is_rank_0, rank, world_size
+from fsdp2_strategy.distributed.process_group import (
+    data_rank,
+    data_size,
+    is_rank_0,
+    rank,
+    sequence_size,
+    world_size,
+)
 from fsdp2_strategy.errors import ArgumentError, CheckpointError, DamageError, did_you_mean
 from fsdp2_strategy.hf.load_plan import LoadReport
 from fsdp2_strategy.hf.regions import Region
@@ -290,7 +297,7 @@ def _restore_state(
     if optimizer is not None and rng is not None:
         load_rng(rng)
     elif optimizer is not None:
-        derive_rng(state["seed"], step=state["step"], rank=rank(), world_size=world_size())
+        derive_rng(state["seed"], step=state["step"], rank=data_rank(), world_size=data_size())
     if request.loader is not None:
         any_batch_size = request.load_data_position == "samples"
         restore_position(request.loader, state["data"], rank_file, any_batch_size=any_batch_size)
@@ -317,13 +324,17 @@ def _files_of_rank(
 ) -> tuple[bytes | None, bytes | None]:
     """Return the content of this rank's files: the random state, and the loader's state.
 
-    Both are None if the number of ranks has changed. The second is None if the loader has no file per rank.
+    The first is None if the number of ranks has changed. Ranks that share sequences get the same one, whether or not
+    they did so in the saved run. The second is None if the loader has no file per rank, or the number of data parallel
+    ranks has changed.
     """
-    if state["world_size"] != world_size():
-        return None, None
-    rng = opened.read(opened.paths.rank_file(RNG, rank()))
-    has_file = loader is not None and "ranks" in (state.get("data") or {})
-    return rng, opened.read(opened.paths.rank_file(DATA, rank())) if has_file else None
+    saved_ranks, rng, data = state["world_size"], None, None
+    if saved_ranks == world_size():
+        rng = opened.read(opened.paths.rank_file(RNG, data_rank() * sequence_size()))
+    data_ranks = (state.get("data") or {}).get("ranks")
+    if loader is not None and data_ranks == data_size():
+        data = opened.read(opened.paths.rank_file(DATA, data_rank() * (saved_ranks // data_ranks)))
+    return rng, data
 
 
 @dataclass(frozen=True)

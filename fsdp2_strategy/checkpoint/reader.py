@@ -27,7 +27,7 @@ from typing import Any
 from fsdp2_strategy.checkpoint.layout import read_manifest
 from fsdp2_strategy.checkpoint.paths import CHECKSUMS, CheckpointPaths
 from fsdp2_strategy.errors import CheckpointError, DamageError
-from fsdp2_strategy.hf.checksums import ALGORITHM, Block, Checksums, check, digest_of
+from fsdp2_strategy.hf.checksums import ALGORITHM, Block, Checksums, digest_of
 from fsdp2_strategy.hf.safetensors_format import Entry, read_header
 
 _DEFAULT_BLOCK_BYTES = 16 << 20
@@ -52,8 +52,8 @@ class Opened:
             content = path.read_bytes()
         except OSError as error:
             raise DamageError(f"cannot read {path}: {error.strerror}. Load another checkpoint.") from error
-        for block in self.checksums.covering(path, 0, len(content)):
-            check(path, block, digest_of(memoryview(content)[block.begin : block.end]), self.paths.name_of(path))
+        for checked in self.checksums.covering(path, 0, len(content)):
+            checked.check(memoryview(content)[checked.begin : checked.end], path, self.paths.name_of(path))
         return content
 
     def read_json(self, path: Path) -> dict[str, Any]:
@@ -79,8 +79,8 @@ class Opened:
                 with path.open("rb") as file:
                     length = 8 + int.from_bytes(file.read(8), "little")
                     file.seek(0)
-                    for block in self.checksums.covering(path, 0, min(length, size)):
-                        check(path, block, digest_of(file.read(block.end - block.begin)), "the header")
+                    for checked in self.checksums.covering(path, 0, min(length, size)):
+                        checked.check(file.read(checked.end - checked.begin), path, "the header")
 
     def read_checksum_manifests(self, ranges: Iterable[tuple[Path, int, int]]) -> None:
         """Read the checksum manifests that are needed for byte ranges, which are tuples of file, begin and end.
@@ -214,6 +214,8 @@ class _ChecksumManifests:
                     found = [Block(*block) for block in of_file]
                     if not all(0 < block.end - block.begin <= max_bytes for block in found):
                         raise ValueError(f"a block of {file} is empty, or has more than {max_bytes} bytes")
+                    if not all(0 < block.run_bytes <= block.stride for block in found if block.stride):
+                        raise ValueError(f"a block of {file} has runs that are empty, or overlap")
                     blocks.setdefault(self.paths.root / file, []).extend(found)
                 if listed["algorithm"] != ALGORITHM:
                     raise ValueError(f"its checksums are {listed['algorithm']}, expected {ALGORITHM}")

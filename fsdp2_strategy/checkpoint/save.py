@@ -299,7 +299,7 @@ def _execute(plan: _SavePlan) -> None:
             old = checkpoints_to_delete(list_checkpoints(save_dir), max_num=max_num, max_mem=max_mem)
             if latest_tag(save_dir) in {o.tag for o in old}:  # possible with save_latest=False
                 directory.update_latest(final)
-            directory.remove(old)
+            directory.remove([checkpoint.path for checkpoint in old])
             for checkpoint in old:
                 log("deleting %s: the limits are max_num %s, max_mem %s GB", checkpoint.path, max_num, max_mem)
     log("saved %s", final.root)

@@ -10,13 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import xxhash
-
 from fsdp2_strategy import sizes
 from fsdp2_strategy.checkpoint.reader import open_checkpoint
 from fsdp2_strategy.distributed.progress import Progress
 from fsdp2_strategy.errors import CheckpointError, counted
-from fsdp2_strategy.hf.checksums import Block
+from fsdp2_strategy.hf.checksums import CheckedRange
 from fsdp2_strategy.hf.safetensors_format import Entry, read_header, read_into
 
 _THREADS = 4
@@ -52,13 +50,13 @@ def verify_checkpoint(path: str | Path, *, progress: bool = True) -> VerifyRepor
         return VerifyReport([str(error)])
     problems: list[str] = []
     tensors: dict[Path, list[Entry]] = {}
-    blocks: list[tuple[Path, Block]] = []
+    ranges: list[tuple[Path, CheckedRange]] = []
     for name, size in opened.manifest["files"].items():
         file = path / name
         try:
             if name not in opened.manifest["checksums"]:
                 found = opened.checksums.covering(file, 0, size)
-                blocks += [(file, block) for block in found]
+                ranges += [(file, checked) for checked in found]
                 if found and found[-1].end != size:
                     problems.append(f"the checksums of {file} cover {found[-1].end} bytes, but the file has {size}")
             if file.suffix == ".safetensors":
@@ -66,37 +64,35 @@ def verify_checkpoint(path: str | Path, *, progress: bool = True) -> VerifyRepor
         except CheckpointError as error:
             if str(error) not in problems:  # a corrupt checksum manifest causes the same error for several files
                 problems.append(str(error))
-    total = sum(block.end - block.begin for _, block in blocks)
+    total = sum(checked.end - checked.begin for _, checked in ranges)
     with ThreadPoolExecutor(_THREADS) as pool, Progress(f"verifying {path.name}", total, is_shown=progress) as shown:
-        for (file, block), problem in zip(blocks, pool.map(lambda args: _check_block(*args), blocks), strict=True):
-            shown.update(block.end - block.begin)
+        for (file, checked), problem in zip(ranges, pool.map(lambda args: _check(*args), ranges), strict=True):
+            shown.update(checked.end - checked.begin)
             if problem:
-                problems.append(f"{_tensor_names(tensors.get(file, []), block)}: {problem}")
+                problems.append(f"{_tensor_names(tensors.get(file, []), checked)}: {problem}")
     return VerifyReport(problems)
 
 
-def _check_block(path: Path, block: Block) -> str:
-    """Read a block and compare its checksum; return the problem, or "" if there is none."""
-    digest, memory = xxhash.xxh3_64(), bytearray(sizes.CACHED_BYTES)
+def _check(path: Path, checked: CheckedRange) -> str:
+    """Read a range and compare its checksums; return the problem, or "" if there is none."""
+    hasher, memory = checked.hasher(), bytearray(sizes.CACHED_BYTES)
     try:
         fd = os.open(path, os.O_RDONLY)
         try:
-            for at in range(block.begin, block.end, sizes.CACHED_BYTES):
-                part = memoryview(memory)[: block.end - at]
+            for at in range(checked.begin, checked.end, sizes.CACHED_BYTES):
+                part = memoryview(memory)[: checked.end - at]
                 read_into(fd, at, part)
-                digest.update(part)
+                hasher.update(part)
         finally:
             os.close(fd)
     except OSError as error:
-        return f"bytes {block.begin} to {block.end} of {path} cannot be read: {error.strerror or error}"
-    if digest.hexdigest() != block.digest:
-        return f"bytes {block.begin} to {block.end} of {path} do not match their checksum"
-    return ""
+        return f"bytes {checked.begin} to {checked.end} of {path} cannot be read: {error.strerror or error}"
+    return hasher.problem(path)
 
 
-def _tensor_names(entries: list[Entry], block: Block) -> str:
-    """Name the tensors that overlap a block, for an error text."""
-    names = [e.name for e in entries if e.offset < block.end and block.begin < e.offset + e.nbytes]
+def _tensor_names(entries: list[Entry], checked: CheckedRange) -> str:
+    """Name the tensors that overlap a range, for an error text."""
+    names = [e.name for e in entries if e.offset < checked.end and checked.begin < e.offset + e.nbytes]
     if not names:
         return "a header" if entries else "a file"
     more = f" and {counted(len(names) - 1, 'other')}" if len(names) > 1 else ""

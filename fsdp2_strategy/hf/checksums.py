@@ -2,13 +2,19 @@
 
 Input: bytes that are written to a file or were read from a file. Output: blocks, and an error if bytes do not match the
 digest of their block. Independent of models and of other ranks.
+
+[Note: strided blocks] A block covers the bytes that one rank wrote. If ranks hold columns of a tensor, a rank writes a
+short run of bytes in each row. One block per run would need a digest for every few kilobytes. So a block may consist of
+the runs of many rows: ``run_bytes`` bytes of every ``stride`` bytes, where the stride is a row of the full tensor. The
+blocks of several ranks together then cover complete rows.
 """
 
 from __future__ import annotations
 
 import bisect
+import itertools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,11 +28,84 @@ ALGORITHM = "xxh3_64"
 
 @dataclass(frozen=True, slots=True, order=True)
 class Block:
-    """The digest of bytes [begin, end) of a file."""
+    """The digest of bytes [begin, end) of a file, or of runs of bytes in this range; see [Note: strided blocks]."""
 
     begin: int
     end: int
     digest: str
+    run_bytes: int = 0
+    """Length of each run; 0 if the block has all bytes."""
+    stride: int = 0
+    """Distance between the first bytes of two runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRange:
+    """Bytes [begin, end) of a file, and the blocks that together have the digests of all these bytes, and no others."""
+
+    begin: int
+    end: int
+    blocks: tuple[Block, ...]
+    """One block without a stride, or several strided blocks with the same stride."""
+
+    def hasher(self) -> Hasher:
+        """Return a `Hasher` for the range's bytes."""
+        return Hasher(self)
+
+    def check(self, content: bytes | memoryview, path: Path, what: str) -> None:
+        """Compare the digests of the range's bytes, read from ``path``, with those of its blocks.
+
+        Raises:
+            DamageError: a digest differs; the message contains ``what``, the file and the range.
+        """
+        hasher = self.hasher()
+        hasher.update(memoryview(content))
+        hasher.check(path, what)
+
+
+class Hasher:
+    """Hash the bytes of a range in their order, and compare the digests with those of its blocks."""
+
+    def __init__(self, checked: CheckedRange) -> None:
+        self._checked = checked
+        self._hashes = [xxhash.xxh3_64() for _ in checked.blocks]
+        self._at = 0
+
+    def update(self, part: memoryview) -> None:
+        """Hash the next bytes."""
+        first = self._checked.blocks[0]
+        if not first.stride:
+            self._hashes[0].update(part)
+            return
+        done = 0
+        while done < len(part):
+            place = (self._at + done) % first.stride
+            for block, own in zip(self._checked.blocks, self._hashes, strict=True):
+                if place < block.run_bytes:
+                    length = min(block.run_bytes - place, len(part) - done)
+                    own.update(part[done : done + length])
+                    done += length
+                    break
+                place -= block.run_bytes
+        self._at += done
+
+    def problem(self, path: Path) -> str:
+        """Return which bytes do not match their digest, or an empty text."""
+        for block, own in zip(self._checked.blocks, self._hashes, strict=True):
+            if (digest := own.hexdigest()) != block.digest:
+                runs = f" ({block.run_bytes} of every {block.stride})" if block.stride else ""
+                range_ = f"bytes {block.begin} to {block.end}{runs} of {path}"
+                return f"{range_} have the checksum {digest}, expected {block.digest}"
+        return ""
+
+    def check(self, path: Path, what: str) -> None:
+        """Compare the digests with those of the blocks.
+
+        Raises:
+            DamageError: a digest differs; the message contains ``what``, the file and the range.
+        """
+        if problem := self.problem(path):
+            raise DamageError(f"cannot read {what}: {problem}. The file is corrupt: load another checkpoint.")
 
 
 def digest_of(data: bytes | memoryview) -> str:
@@ -66,10 +145,11 @@ class Checksums:
     def __init__(self, read_manifests: ManifestReader) -> None:
         self._read_manifests = read_manifests
         self._blocks: dict[Path, list[Block]] = {}
+        self._ranges: dict[Path, list[CheckedRange]] = {}
         self._lock = threading.Lock()
 
-    def covering(self, path: Path, begin: int, end: int) -> list[Block]:
-        """Return the blocks that contain bytes [begin, end) of a file.
+    def covering(self, path: Path, begin: int, end: int) -> list[CheckedRange]:
+        """Return the ranges with checksums that contain bytes [begin, end) of a file.
 
         Raises:
             DamageError: blocks overlap, or some of the bytes have no checksum.
@@ -90,30 +170,39 @@ class Checksums:
                     known = self._blocks.setdefault(of_path, [])
                     known.extend(of_file)
                     known.sort()
+                    self._ranges[of_path] = list(_ranges_of(known))
         return found
 
-    def _known(self, path: Path, begin: int, end: int) -> list[Block]:
-        blocks = self._blocks.get(path, [])
-        first = bisect.bisect_right(blocks, begin, key=lambda block: block.begin) - 1
-        last = bisect.bisect_left(blocks, end, key=lambda block: block.begin)
-        return blocks[max(first, 0) : last]
+    def _known(self, path: Path, begin: int, end: int) -> list[CheckedRange]:
+        ranges = self._ranges.get(path, [])
+        first = bisect.bisect_right(ranges, begin, key=lambda one: one.begin) - 1
+        last = bisect.bisect_left(ranges, end, key=lambda one: one.begin)
+        return ranges[max(first, 0) : last]
 
 
-def _cover(blocks: Sequence[Block], begin: int, end: int) -> bool:
-    """Return whether blocks cover bytes [begin, end) without gaps or overlaps."""
-    ends = [blocks[0].begin, *(block.end for block in blocks)] if blocks else [0]
-    in_a_row = all(b.begin == at and b.begin < b.end for b, at in zip(blocks, ends, strict=False))
-    return bool(blocks) and in_a_row and blocks[0].begin <= begin and end <= ends[-1]
+def _ranges_of(blocks: Sequence[Block]) -> Iterator[CheckedRange]:
+    """Yield the ranges of sorted blocks; strided blocks are left out until all blocks of their rows are known."""
+    at = 0
+    while at < len(blocks):
+        first = blocks[at]
+        if not first.stride:
+            yield CheckedRange(first.begin, first.end, (first,))
+            at += 1
+            continue
+        after = bisect.bisect_left(blocks, first.begin + first.stride, lo=at, key=lambda block: block.begin)
+        together = blocks[at:after]
+        at = after
+        ends = list(itertools.accumulate((b.run_bytes for b in together), initial=first.begin))
+        rows = (first.end - first.begin - first.run_bytes) // first.stride
+        if ends[-1] == first.begin + first.stride and all(
+            (b.begin, b.end, b.stride) == (begin, begin + rows * b.stride + b.run_bytes, first.stride)
+            for b, begin in zip(together, ends, strict=False)
+        ):
+            yield CheckedRange(first.begin, together[-1].end, tuple(together))
 
 
-def check(path: Path, block: Block, digest: str, what: str) -> None:
-    """Compare the digest of bytes that were read with the digest of their block.
-
-    Raises:
-        DamageError: the digests differ; the message contains ``what``, the file and the range.
-    """
-    if digest != block.digest:
-        raise DamageError(
-            f"cannot read {what}: bytes {block.begin} to {block.end} of {path} have the checksum {digest}, expected "
-            f"{block.digest}. The file is corrupt: load another checkpoint."
-        )
+def _cover(ranges: Sequence[CheckedRange], begin: int, end: int) -> bool:
+    """Return whether ranges cover bytes [begin, end) without gaps or overlaps."""
+    ends = [ranges[0].begin, *(one.end for one in ranges)] if ranges else [0]
+    in_a_row = all(one.begin == at and one.begin < one.end for one, at in zip(ranges, ends, strict=False))
+    return bool(ranges) and in_a_row and ranges[0].begin <= begin and end <= ends[-1]

@@ -6,8 +6,9 @@ of the package uses such a name (tests/test_internals.py checks it).
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from threading import Lock
 from typing import Any
 
@@ -74,6 +75,15 @@ def encodes_images_before_forward(model: Any) -> bool:
     return bool(getattr(model, "_supports_mm_encoder_outputs", lambda: False)())
 
 
+def copy_implementations(config: Any, other: Any) -> None:
+    """Give a configuration, and those within it, the implementations of attention and experts that another one has."""
+    other._attn_implementation = config._attn_implementation
+    other._experts_implementation = config._experts_implementation
+    for name in config.sub_configs:
+        if getattr(config, name, None) is not None and getattr(other, name, None) is not None:
+            copy_implementations(getattr(config, name), getattr(other, name))
+
+
 def reset_caches(layer: Any) -> None:
     """Give a copied peft layer its own empty cache."""
     layer._caches = {}
@@ -112,6 +122,120 @@ def unregister_recorded_outputs(cls: type[nn.Module]) -> None:
 def set_weights_of_engine(engine: Any, weights: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> None:
     """Make an engine of TRL (``VLLMGeneration``) read the weights that it synchronises from an iterator."""
     engine._iter_named_params = weights
+
+
+def wrap_checkpointing(block: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace the function with which transformers checkpoints a block, once, if checkpointing is enabled.
+
+    Args:
+        block: a block.
+        wrap: returns the new function for the present one.
+    """
+    present = getattr(block, "_gradient_checkpointing_func", None)
+    if present is not None and not getattr(present, "is_wrapped", False):
+        new: Any = wrap(present)
+        new.is_wrapped = True
+        block._gradient_checkpointing_func = new
+
+
+# --- tensor parallelism ---------------------------------------------------------------------------------------------
+
+
+def parallel_styles() -> Mapping[str, Any]:
+    """Return transformers' styles of tensor parallelism by name; none if they do not split all sizes into DTensors."""
+    try:
+        styles = importlib.import_module("transformers.distributed.tensor_parallel")
+    except ImportError:  # before version 5.16
+        return {}
+    layer = getattr(styles, "TensorParallelLayer", None)
+    return styles.ALL_PARALLEL_STYLES if hasattr(layer, "_from_local_last_dim_shard") else {}
+
+
+def dispatch_to_experts() -> Any:
+    """Return transformers' class that sends tokens to the ranks of their experts; None if it has none."""
+    try:
+        experts = importlib.import_module("transformers.distributed.expert_parallel")
+    except ImportError:
+        return None
+    return getattr(experts, "AllToAllEP", None)
+
+
+ATTRIBUTES_OF_EXPERTS = ("num_experts", "_is_expert_parallel")
+"""Attributes of a module with experts that transformers changes if the experts are divided among ranks."""
+
+
+def set_tensor_parallel_size(model: Any, size: int) -> None:
+    """Tell a model over how many ranks its layers are split; ``generate`` sizes its caches by it."""
+    model._tp_size = size
+
+
+def forget_tensor_parallel_size(model: Any) -> None:
+    """Hide from peft that layers are split: it would gather the tensors of a state dict, which may be on meta."""
+    if "_tp_size" in vars(model):
+        model._tp_size = None
+
+
+# --- attention ------------------------------------------------------------------------------------------------------
+
+
+def attention_function(implementation: str) -> Callable[..., Any] | None:
+    """Return the attention function of a name in transformers' registry; None if there is none."""
+    return _registry_of("AttentionInterface").get(implementation)
+
+
+def mask_function(implementation: str) -> Callable[..., Any] | None:
+    """Return the function that builds masks for an attention implementation; None if it needs no masks."""
+    return _registry_of("AttentionMaskInterface").get(implementation)
+
+
+def register_attention(name: str, attend: Callable[..., Any], make_mask: Callable[..., Any] | None) -> None:
+    """Register an attention function in transformers, and the function that builds its masks."""
+    _registry_of("AttentionInterface")[name] = attend
+    if make_mask is not None:
+        _registry_of("AttentionMaskInterface")[name] = make_mask
+
+
+def _registry_of(interface: str) -> dict[str, Callable[..., Any]]:
+    found: dict[str, Callable[..., Any]] = getattr(sys.modules["transformers"], interface)._global_mapping
+    return found
+
+
+def attention_implementation(config: Any) -> str:
+    """Return the attention implementation of a configuration; "" if it has none."""
+    return getattr(config, "_attn_implementation", None) or ""
+
+
+def supports_sdpa(cls: type[nn.Module]) -> bool:
+    """Return whether a model class can compute attention with torch's function for it."""
+    return bool(getattr(cls, "_supports_sdpa", False))
+
+
+def set_attention_implementation(config: Any, name: str) -> None:
+    """Set the attention implementation of one configuration, and not of those within it."""
+    config._attn_implementation_internal = name
+
+
+def set_attention_implementations(config: Any, name: str) -> None:
+    """Set the attention implementation of a configuration, and of those within it."""
+    config._attn_implementation = name
+
+
+def set_experts_implementation(config: Any, name: str) -> None:
+    """Set how a model computes its experts, if its configuration has this setting."""
+    if hasattr(config, "_experts_implementation"):
+        config._experts_implementation = name
+
+
+def resume_generations(trainer: Any, micro_batches: int) -> None:
+    """Set a trainer of TRL that reuses generated batches to a position in an epoch; others are left as they are.
+
+    The trainer counts micro-batches to know when to generate. After a resume it would count from 0, so it would use a
+    generation that the saved run had begun for the prompts of the next one, too, and skip some of these. An epoch is a
+    whole number of generations. The next step generates again, because the saved run's completions are lost.
+    """
+    if hasattr(trainer, "_buffered_inputs") and hasattr(trainer, "_step"):
+        trainer._step = micro_batches
+        trainer._buffered_inputs = None
 
 
 def _registry() -> dict[str, Any]:

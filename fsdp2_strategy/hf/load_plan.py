@@ -20,7 +20,7 @@ from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.conversions import Recipe, recipe_for
 from fsdp2_strategy.hf.mismatches import LOAD_WEIGHTS, Advice, Shapes, describe_shapes
 from fsdp2_strategy.hf.regions import Region, sources_of
-from fsdp2_strategy.hf.replicated_reads import read_request_for
+from fsdp2_strategy.hf.replicated_reads import read_requests_for
 from fsdp2_strategy.hf.verified_read import Reader, ReadRequest
 from fsdp2_strategy.hf.weights_folder import WeightsSource, read_headers
 from fsdp2_strategy.model.fsdp_state import class_name
@@ -209,14 +209,14 @@ def check_ties(targets: Sequence[Target], reader: Reader) -> None:
     """
     for target in targets:
         for region in target.regions[1:]:
-            own = read_request_for(target.name, region, target.tensor)
-            requests = [
-                ReadRequest(target.name, r, own.box, torch.empty(own.tensor.shape, dtype=own.tensor.dtype))
-                for r in (target.regions[0], region)
-            ]
-            reader.read(requests)
-            if not torch.equal(requests[0].tensor, requests[1].tensor):
-                raise CheckpointError(
-                    f"cannot load {target.name}: the files contain different values for the names that it is tied to, "
-                    "expected the same. Build the model with tie_word_embeddings=False."
-                )
+            for own in read_requests_for(target.name, region, target.tensor):
+                requests = [
+                    ReadRequest(target.name, r, own.box, torch.empty(own.tensor.shape, dtype=own.tensor.dtype))
+                    for r in (target.regions[0], region)
+                ]
+                reader.read(requests)
+                if not torch.equal(requests[0].tensor, requests[1].tensor):
+                    raise CheckpointError(
+                        f"cannot load {target.name}: the files contain different values for the names that it is tied "
+                        "to, expected the same. Build the model with tie_word_embeddings=False."
+                    )

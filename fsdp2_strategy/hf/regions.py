@@ -20,9 +20,7 @@ from typing import Any
 import torch
 
 from fsdp2_strategy.distributed.torch_internals import storage_address
-
-Box = tuple[tuple[int, int], ...]
-"""For each dimension, the first index and the length of a box."""
+from fsdp2_strategy.model.boxes import Box, LocalShard, ShardBox, row_major
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +37,45 @@ class Piece:
     def span(self) -> int:
         """Number of elements in the source from the piece's first element to its last; 0 if the piece is empty."""
         return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) if all(self.shape) else 0
+
+    @property
+    def has_distinct_elements(self) -> bool:
+        """Whether the strides show that no two elements of the piece are the same element of the source."""
+        reached = 1
+        for stride, n in sorted((s, n) for s, n in zip(self.strides, self.shape, strict=True) if n > 1):
+            if stride < reached:
+                return False
+            reached += (n - 1) * stride
+        return True
+
+    def positions(
+        self, in_source: torch.Tensor, source_size: int, shape: Sequence[int]
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Return where elements of the source are in the region; the piece must have distinct elements.
+
+        Args:
+            in_source: positions [n] in the flattened source, int64.
+            source_size: number of elements of the source.
+            shape: the shape of the region.
+
+        Returns:
+            The indices [m] of those elements of ``in_source`` that are in the piece (None if the piece has all of them,
+            in the same order), and their positions [m] in the flattened region.
+        """
+        if self.shape == tuple(shape) and self.strides == row_major(shape) and math.prod(shape) == source_size:
+            return None, in_source
+        rest = in_source - self.offset
+        is_inside = rest >= 0
+        to = row_major(shape)
+        found = torch.full_like(rest, sum(s * t for s, t in zip(self.start, to, strict=True)))
+        for dim in sorted(range(len(self.shape)), key=lambda d: -self.strides[d]):
+            if self.shape[dim] > 1:
+                index = rest // self.strides[dim]
+                rest = rest - index * self.strides[dim]
+                is_inside &= index < self.shape[dim]
+                found += index * to[dim]
+        selected = (is_inside & (rest == 0)).nonzero()[:, 0]
+        return selected, found[selected]
 
     def narrow(self, dim: int, begin: int, length: int) -> Piece:
         """Return a slice of the piece: ``length`` indices of ``dim``, from ``begin`` within the piece."""
@@ -61,27 +98,91 @@ class Piece:
                 piece = piece.narrow(dim, low - self.start[dim], high - low)
         return replace(piece, start=tuple(s - b for s, (b, _) in zip(piece.start, box, strict=True)))
 
-    def within_source(self, low: int, high: int) -> Iterator[Piece]:
-        """Yield slices of the piece that together contain its elements within elements [low, high) of the source."""
-        end = self.offset + self.span
-        if end <= low or self.offset >= high or end == self.offset:
+    def in_shard(self, shard: LocalShard) -> Iterator[Piece]:
+        """Yield slices of the piece that together contain its elements in a shard of the source.
+
+        Their strides and offsets are those in the shard's local tensor, which must be contiguous.
+        """
+        if all(self.shape):
+            for box in shard.boxes:
+                yield from self._in_box(shard, box)
+
+    def is_aligned(self, full_shape: tuple[int, ...]) -> bool:
+        """Return whether each dimension of the piece runs along another dimension of the source, within one index."""
+        along = self._along(full_shape)
+        return isinstance(along, dict) and all(len(dims) <= 1 for dims in along.values())
+
+    def _along(self, full_shape: tuple[int, ...]) -> dict[int, list[tuple[int, int]]] | tuple[int, int]:
+        """Return for each dimension of the source the dimensions of the piece that run along it, each after its step.
+
+        If a dimension of the piece does not run along one of the source, return it, and how many of its indices do.
+        """
+        first, full_strides = _indices(self.offset, full_shape), row_major(full_shape)
+        along: dict[int, list[tuple[int, int]]] = {dim: [] for dim in range(len(first))}
+        for dim, (length, stride) in enumerate(zip(self.shape, self.strides, strict=True)):
+            if length > 1 and stride:
+                of_source = next(d for d, n in enumerate(full_shape) if n > 1 and full_strides[d] <= stride)
+                step, rest = divmod(stride, full_strides[of_source])
+                if rest:
+                    return dim, 1
+                along[of_source].append((step, dim))
+        for of_source, dims in along.items():
+            last = first[of_source] + sum(step * (self.shape[dim] - 1) for step, dim in dims)
+            if dims and last >= full_shape[of_source]:  # it goes on in the next index of an outer dimension
+                step, dim = max(dims)
+                return dim, -(-(full_shape[of_source] - first[of_source]) // step) if len(dims) == 1 else 1
+        return along
+
+    def _in_box(self, shard: LocalShard, box: ShardBox) -> Iterator[Piece]:
+        """Yield slices that contain the piece's elements in a box of a shard, in the shard's local tensor."""
+        along = self._along(shard.full_shape)
+        if isinstance(along, tuple):
+            yield from self._apart(*along, shard, box)
             return
-        if low <= self.offset and end <= high:
-            yield self
-            return
-        dim = max(range(len(self.shape)), key=lambda d: self.strides[d] if self.shape[d] > 1 else -1)
-        length, stride = self.shape[dim], self.strides[dim]
-        inner = self.span - (length - 1) * stride  # the span of each slice
-        # Slices [first, last) are entirely inside the limits; the slices next to them may cross a limit.
-        first = min(max(0, math.ceil((low - self.offset) / stride)), length)
-        last = max(first, min(length, (high - inner - self.offset) // stride + 1))
-        if first < last:
-            yield self.narrow(dim, first, last - first)
-        touched = max(0, math.ceil((low + 1 - inner - self.offset) / stride))
-        for i in itertools.chain(range(touched, first), range(last, length)):
-            if self.offset + i * stride >= high:
-                break
-            yield from self.narrow(dim, i, 1).within_source(low, high)
+        first = _indices(self.offset, shard.full_shape)
+        piece = self
+        for of_source, dims in along.items():
+            begin, length = box.full[of_source]
+            low, high = begin - first[of_source], begin + length - first[of_source]
+            if len(dims) == 1:
+                [(step, dim)] = dims
+                start, end = max(0, -(-low // step)), min(self.shape[dim], -(-high // step))
+                if start >= end:
+                    return
+                piece = piece.narrow(dim, start, end - start)
+            elif not dims or len(dims) > 1:
+                last = sum(step * (self.shape[dim] - 1) for step, dim in dims)
+                if low > last or high <= 0:
+                    return
+                if low > 0 or high <= last:  # only possible with several dimensions
+                    yield from self._apart(max(dims)[1], 1, shard, box)
+                    return
+        local_strides = row_major(shard.shape)
+        strides = [0] * len(self.shape)
+        for of_source, dims in along.items():
+            for step, dim in dims:
+                strides[dim] = step * local_strides[of_source]
+        starts = zip(_indices(piece.offset, shard.full_shape), box.full, box.local, local_strides, strict=True)
+        offset = sum((index - full[0] + local[0]) * stride for index, full, local, stride in starts)
+        yield replace(piece, strides=tuple(strides), offset=offset)
+
+    def _apart(self, dim: int, length: int, shard: LocalShard, box: ShardBox) -> Iterator[Piece]:
+        """Continue `_in_box` with slices of at most ``length`` indices of a dimension."""
+        rest = self
+        while rest.shape[dim] > length:
+            yield from rest.narrow(dim, 0, length)._in_box(shard, box)
+            rest = rest.narrow(dim, length, rest.shape[dim] - length)
+            length = min(length, rest.shape[dim])
+        yield from rest._in_box(shard, box)
+
+
+def _indices(position: int, shape: Sequence[int]) -> list[int]:
+    """Return the index in each dimension of a position in the flattened tensor."""
+    found = []
+    for stride in row_major(shape):
+        found.append(position // stride)
+        position %= stride
+    return found
 
 
 def _with(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
@@ -357,11 +458,6 @@ def sources_of(region: Region) -> list[Any]:
         else:
             found.append(piece.source)
     return found
-
-
-def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
-    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
 
 
 def _map(value: Any, change: Callable[[Region], Any]) -> Any:

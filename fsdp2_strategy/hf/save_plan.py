@@ -22,20 +22,21 @@ from torch.distributed.tensor import DTensor
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.process_group import rank, world_size
-from fsdp2_strategy.distributed.torch_internals import non_persistent_buffers, state_dict_hooks
+from fsdp2_strategy.distributed.torch_internals import local_of, non_persistent_buffers, state_dict_hooks
 from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.conversions import hub_regions
 from fsdp2_strategy.hf.library_internals import dtype_plan, names_not_saved
-from fsdp2_strategy.hf.regions import Box, Computed, Region, assemble, row_major, sources_of
+from fsdp2_strategy.hf.regions import Computed, Region, assemble, sources_of
 from fsdp2_strategy.hf.round_trip import round_trips
 from fsdp2_strategy.hf.safetensors_format import CONVERTED, OWN_NAMES, Entry
 from fsdp2_strategy.hf.skeleton import meta_skeleton
 from fsdp2_strategy.hf.transformers_models import is_transformers_model
 from fsdp2_strategy.hf.write import WriteRequest
+from fsdp2_strategy.model.boxes import Box, LocalShard, ShardBox, row_major
 from fsdp2_strategy.model.materialize import is_uninitialised
 from fsdp2_strategy.model.names import named_parameters, persistent_buffers
 from fsdp2_strategy.model.placeholders import full_tensor_of, is_computed, values_of
-from fsdp2_strategy.model.shards import shard_ranges
+from fsdp2_strategy.model.shards import local_shard, replica_of
 from fsdp2_strategy.model.state import Slot, model_state
 
 
@@ -190,7 +191,7 @@ def needs_gather(region: Region, tensors: Mapping[str, torch.Tensor]) -> bool:
     if is_identity(region, tensors):
         return False
     for piece in region.pieces:
-        if isinstance(piece.source, Computed) or not _is_in_rows(tensors[piece.source]):
+        if isinstance(piece.source, Computed):
             return True
         strides = [s for s, n in zip(piece.strides, piece.shape, strict=True) if n > 1]
         run = region.dtype.itemsize
@@ -213,13 +214,6 @@ def is_identity(region: Region, tensors: Mapping[str, torch.Tensor]) -> bool:
     return is_row_major and region.shape == tensors[piece.source].shape
 
 
-def _is_in_rows(tensor: torch.Tensor) -> bool:
-    """Return whether a rank's shard consists of rows: one range of elements of the full tensor."""
-    if not isinstance(tensor, DTensor):
-        return True
-    return all(p.is_replicate() or (p.is_shard() and p.dim == 0) for p in tensor.placements)  # type: ignore[attr-defined]
-
-
 @dataclass(frozen=True, slots=True)
 class Share:
     """A box of a region that this rank writes, and the view of a local tensor that contains its values."""
@@ -230,6 +224,8 @@ class Share:
     source: str
     view: tuple[tuple[int, ...], tuple[int, ...], int] | None
     """Shape, strides and offset of the view, in elements of the local tensor; None for the local tensor itself."""
+    is_in_grid: bool
+    """Whether the boxes of all ranks form a grid; see `WriteRequest`."""
     rows: tuple[int, int] | None = None
     """First row and number of rows, within the view or local tensor; None for all."""
 
@@ -239,7 +235,7 @@ class Share:
         `write_all` splits in the same rows, so the checksum blocks are the same without the split.
         """
         length = self.box[0][1] if self.box else 0
-        row_bytes = math.prod(n for _, n in self.box[1:]) * region.dtype.itemsize
+        row_bytes = math.prod(region.shape[1:]) * region.dtype.itemsize
         step = max(1, sizes.BLOCK_BYTES // max(1, row_bytes))
         if length <= step:
             yield self
@@ -254,25 +250,26 @@ def own_shares(regions: Mapping[str, Region], tensors: Mapping[str, torch.Tensor
 
     Not collective: the result follows from names, shapes, dtypes and placements.
     """
-    boxes = _local_boxes(tensors)
+    held = _held_shards(tensors)
     total = sum(region.numel() for region in regions.values())
     before = 0
     shares: list[Share] = []
     for name, region in _by_source(regions, tensors):
+        is_grid = _is_grid(region, held)
         fraction = before / max(1, total)
         before += region.numel()
         for piece in region.pieces:
-            local = boxes[piece.source]
-            if int(fraction * local.replicas) != local.replica:
+            own = held[piece.source]
+            if int(fraction * own.replicas) != own.replica:
                 continue
             if is_identity(region, tensors):
-                shares += Share(name, local.box, piece.source, None).cut(region)
+                for local in own.shard.boxes:
+                    shares += Share(name, local.full, piece.source, _view_of(local, own.shard), True).cut(region)
                 continue
-            low, high = local.elements()
-            for part in piece.within_source(low, high):
+            for part in piece.in_shard(own.shard):
                 box = tuple(zip(part.start, part.shape, strict=True))
-                view = (part.shape, part.strides, part.offset - low)
-                shares += Share(name, box, piece.source, view).cut(region)
+                view = (part.shape, part.strides, part.offset)
+                shares += Share(name, box, piece.source, view, is_grid).cut(region)
     return shares
 
 
@@ -292,7 +289,7 @@ def values_of_shares(
         if values is None:
             tensor = tensors[share.source]
             if is_computed(tensor):
-                nbytes = math.prod(n for _, n in shard_ranges(tensor)) * tensor.element_size()
+                nbytes = local_of(tensor).nbytes
                 if computed_bytes and computed_bytes + nbytes > sizes.COMPUTED_BYTES:
                     yield found
                     found.clear()
@@ -312,7 +309,20 @@ def values_of_shares(
 
 def write_requests(shares: Iterable[tuple[Share, torch.Tensor]], entries: Mapping[str, Entry]) -> list[WriteRequest]:
     """Return the write requests for shares and their values."""
-    return [WriteRequest(entries[share.name], share.box, values) for share, values in shares]
+    return [
+        WriteRequest(entries[share.name], share.box, values, is_in_grid=share.is_in_grid) for share, values in shares
+    ]
+
+
+def _is_grid(region: Region, held: Mapping[str, _HeldShard]) -> bool:
+    """Return whether the boxes of all ranks form a grid in each piece, and the pieces are groups of rows of the region.
+
+    Equal on every rank: it follows from the pieces and the shapes of the full tensors.
+    """
+    return all(
+        piece.shape[1:] == tuple(region.shape[1:]) and piece.is_aligned(held[piece.source].shard.full_shape)
+        for piece in region.pieces
+    )
 
 
 def _by_source(regions: Mapping[str, Region], tensors: Mapping[str, torch.Tensor]) -> Iterable[tuple[str, Region]]:
@@ -326,44 +336,40 @@ def _by_source(regions: Mapping[str, Region], tensors: Mapping[str, torch.Tensor
     return sorted(regions.items(), key=lambda item: [first[source] for source in sources_of(item[1])])
 
 
-@dataclass(frozen=True)
-class _LocalBox:
-    """The box of a tensor that this rank holds, the index of its replica, and the number of replicas."""
+def _view_of(box: ShardBox, shard: LocalShard) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
+    """Return the view of a local tensor that has the values of one of its boxes, as in `Share`."""
+    if len(shard.boxes) == 1:
+        return None
+    strides = row_major(shard.shape)
+    offset = sum(begin * stride for (begin, _), stride in zip(box.local, strides, strict=True))
+    return tuple(length for _, length in box.local), strides, offset
 
-    box: Box
+
+@dataclass(frozen=True)
+class _HeldShard:
+    """The elements of a tensor that this rank holds, the index of its replica, and the number of replicas."""
+
+    shard: LocalShard
     replica: int
     replicas: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> _LocalBox:
+    def of(cls, tensor: torch.Tensor) -> _HeldShard:
         # Rank 0 writes all plain tensors: buffers, which may differ between ranks (batch-norm statistics), and
         # parameters that are not sharded.
-        replica, replicas = (0, 1) if isinstance(tensor, DTensor) else (rank(), 1)
-        if isinstance(tensor, DTensor):
-            for axis, placement in enumerate(tensor.placements):
-                if placement.is_replicate():
-                    size = tensor.device_mesh.size(axis)
-                    replica = replica * size + tensor.device_mesh.get_local_rank(axis)
-                    replicas *= size
-        return cls(shard_ranges(tensor), replica, replicas)
-
-    def elements(self) -> tuple[int, int]:
-        """Return the range of elements that this rank holds; the tensor must be sharded by rows or not at all."""
-        row = math.prod(n for _, n in self.box[1:])
-        begin, rows = self.box[0] if self.box else (0, 1)
-        return begin * row, (begin + rows) * row
+        return cls(local_shard(tensor), *(replica_of(tensor) if isinstance(tensor, DTensor) else (rank(), 1)))
 
 
-def _local_boxes(tensors: Mapping[str, torch.Tensor]) -> dict[str, _LocalBox]:
-    """Return the box of each tensor that this rank holds; tensors of the same shape and placements share one object."""
-    known: dict[object, _LocalBox] = {}
-    boxes = {}
+def _held_shards(tensors: Mapping[str, torch.Tensor]) -> dict[str, _HeldShard]:
+    """Return what this rank holds of each tensor; tensors of the same shape and placements share one object."""
+    known: dict[object, _HeldShard] = {}
+    held = {}
     for name, tensor in tensors.items():
         like = (id(tensor.device_mesh), tensor.placements) if isinstance(tensor, DTensor) else None
         if (like, tensor.shape) not in known:
-            known[like, tensor.shape] = _LocalBox.of(tensor)
-        boxes[name] = known[like, tensor.shape]
-    return boxes
+            known[like, tensor.shape] = _HeldShard.of(tensor)
+        held[name] = known[like, tensor.shape]
+    return held
 
 
 def gathered_write_requests(

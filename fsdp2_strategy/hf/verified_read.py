@@ -18,21 +18,21 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import torch
-import xxhash
 
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.process_group import current_device, is_rank_0, set_device
 from fsdp2_strategy.distributed.progress import Progress
 from fsdp2_strategy.errors import CheckpointError, DamageError, counted
-from fsdp2_strategy.hf.checksums import Block, Checksums, check
-from fsdp2_strategy.hf.regions import Box, Computed, Piece, Region, sources_of, target_of, value_of
+from fsdp2_strategy.hf.checksums import Block, CheckedRange, Checksums, Hasher
+from fsdp2_strategy.hf.regions import Computed, Piece, Region, sources_of, target_of, value_of
 from fsdp2_strategy.hf.safetensors_format import Entry, memory_of, read_into
+from fsdp2_strategy.model.boxes import Box
 
 _THREADS = 4
 
@@ -96,9 +96,9 @@ class _Range:
 
 @dataclass(frozen=True, eq=False)
 class _Ranges:
-    """All requested ranges of one checksum block, or one range without a checksum."""
+    """All requested ranges of one range with checksums, or one range without a checksum."""
 
-    block: Block | None
+    checked: CheckedRange | None
     ranges: list[_Range]
 
     @property
@@ -117,10 +117,38 @@ class _Ranges:
 
     @property
     def is_direct(self) -> bool:
-        """Whether the ranges cover the block without gaps and can be read directly into their targets."""
-        ends = [self.block.begin if self.block else self.begin, *(r.end for r in self.ranges)]
+        """Whether the ranges cover the checked range without gaps and can be read directly into their targets."""
+        ends = [self.checked.begin if self.checked else self.begin, *(r.end for r in self.ranges)]
         in_a_row = all(r.begin == end and r.is_direct for r, end in zip(self.ranges, ends, strict=False))
-        return in_a_row and (self.block is None or self.block.end == ends[-1])
+        return in_a_row and (self.checked is None or self.checked.end == ends[-1])
+
+
+@dataclass(frozen=True, eq=False)
+class _Columns:
+    """A strided block, and the tensor [rows, columns] that has its elements; see [Note: strided blocks] in `checksums`.
+
+    The other blocks of the same rows belong to ranks that hold other columns. They are not read, so a rank that loads
+    its own columns reads no others.
+    """
+
+    entry: Entry
+    checked: CheckedRange
+    block: Block
+    target: torch.Tensor
+    dtype: torch.dtype
+    """The region's dtype, to which values are cast first."""
+
+    @property
+    def begin(self) -> int:
+        """Offset of the block in the file, in bytes."""
+        return self.block.begin
+
+    @property
+    def nbytes(self) -> int:
+        return self.target.numel() * self.entry.dtype.itemsize
+
+
+_Read = _View | _Ranges | _Columns
 
 
 def ranges_of(requests: Iterable[ReadRequest]) -> Iterator[tuple[Path, int, int]]:
@@ -212,18 +240,20 @@ class Reader:
             self._execute(read)
         return tensor
 
-    def _split_into_reads(self, view: _View) -> Iterator[_View | _Ranges]:
-        """Split a view into separate reads: a contiguous view by checksum block, any other by rows."""
+    def _split_into_reads(self, view: _View) -> Iterator[_Read]:
+        """Split a view into separate reads: by range with a checksum, by strided block, or by rows."""
         if not view.nbytes:
             return
         if not (_is_dense(view.piece) and view.target.is_contiguous()):
-            yield from _rows(view)
+            yield from self._own_columns(view) or _rows(view)
             return
         entry, target = view.entry, view.target.view(-1)
         begin, end, itemsize = view.begin, view.begin + view.nbytes, entry.dtype.itemsize
-        blocks: Sequence[Block | None] = self._checksums.covering(entry.path, begin, end) if self._checksums else ()
-        for block in blocks or [None] * -(-view.nbytes // sizes.BLOCK_BYTES):
-            stop = min(end, block.end if block else begin + sizes.BLOCK_BYTES)
+        ranges: Sequence[CheckedRange | None] = ()
+        if self._checksums:
+            ranges = self._checksums.covering(entry.path, begin, end)
+        for checked in ranges or [None] * -(-view.nbytes // sizes.BLOCK_BYTES):
+            stop = min(end, checked.end if checked else begin + sizes.BLOCK_BYTES)
             if (stop - view.begin) % itemsize:
                 raise DamageError(
                     f"cannot check {entry.name}: a checksum block ends at byte {stop} of {entry.path}, expected the "
@@ -231,10 +261,28 @@ class Reader:
                     "another checkpoint."
                 )
             part = target[(begin - view.begin) // itemsize : (stop - view.begin) // itemsize]
-            yield _Ranges(block, [_Range(entry, begin, part, view.dtype)])
+            yield _Ranges(checked, [_Range(entry, begin, part, view.dtype)])
             begin = stop
 
-    def _execute_all(self, reads: Sequence[_View | _Ranges]) -> None:
+    def _own_columns(self, view: _View) -> list[_Columns]:
+        """Return the reads of a view whose elements are those of strided blocks; none if they are not."""
+        if not self._checksums or not view.target.is_contiguous() or (rows := _as_rows(view.piece)) is None:
+            return []
+        itemsize = view.entry.dtype.itemsize
+        count, columns, stride = rows[0], rows[1], rows[2] * itemsize
+        target = view.target.view(count, columns)
+        end = view.begin + (count - 1) * stride + columns * itemsize
+        found = []
+        for checked in self._checksums.covering(view.entry.path, view.begin, end):
+            of_view = (b for b in checked.blocks if (b.run_bytes, b.stride) == (columns * itemsize, stride))
+            block = next((b for b in of_view if (b.begin - view.begin) % stride == 0), None)
+            if block is None or block.begin < view.begin or block.end > end:
+                return []
+            first, last = (block.begin - view.begin) // stride, (block.end - view.begin) // stride + 1
+            found.append(_Columns(view.entry, checked, block, target[first:last], view.dtype))
+        return found
+
+    def _execute_all(self, reads: Sequence[_Read]) -> None:
         """Execute all reads in a few threads; no read starts after one has failed."""
         waiting = deque(reads)
         progress = self._progress or self._begin_progress(sum(read.nbytes for read in reads))
@@ -273,10 +321,12 @@ class Reader:
                 raise CheckpointError(f"cannot read {path}: {error.strerror}. Check the folder.") from error
 
     @torch.no_grad()
-    def _execute(self, read: _View | _Ranges) -> None:
+    def _execute(self, read: _Read) -> None:
         try:
             if isinstance(read, _Ranges):
                 self._read_ranges(read)
+            elif isinstance(read, _Columns):
+                self._read_columns(read)
             else:
                 self._check_around(read)
                 order = sorted(range(len(read.piece.shape)), key=lambda d: -read.piece.strides[d])
@@ -289,31 +339,57 @@ class Reader:
 
     def _read_ranges(self, reads: _Ranges) -> None:
         """Read directly into the targets, or through the scratch buffer for casts, other devices or partial blocks."""
-        block = reads.block
+        checked = reads.checked
         if reads.is_direct:
-            self._read_checked(reads, block, [(read.begin, read.target) for read in reads.ranges])
+            self._read_checked(reads, checked, [(read.begin, read.target) for read in reads.ranges])
             return
-        begin, end = (block.begin, block.end) if block else (reads.begin, reads.ranges[-1].end)
+        begin, end = (checked.begin, checked.end) if checked else (reads.begin, reads.ranges[-1].end)
         scratch = self._buffer(end - begin)
-        self._read_checked(reads, block, [(begin, scratch)])
+        self._read_checked(reads, checked, [(begin, scratch)])
         for read in reads.ranges:
             part = scratch[read.begin - begin :][: read.nbytes]
             aligned = part.storage_offset() % read.entry.dtype.itemsize == 0
             values = (part if aligned else part.clone()).view(read.entry.dtype)
             read.target.copy_(values if read.dtype in (read.entry.dtype, read.target.dtype) else values.to(read.dtype))
 
+    def _read_columns(self, read: _Columns) -> None:
+        """Read the runs of a strided block; if they are short, read the complete rows in one piece."""
+        block = read.block
+        if block.run_bytes < sizes.SHORT_READ_BYTES:
+            begin, end = read.checked.begin, read.checked.end
+            memory = self._buffer(end - begin)
+            self._read_checked(read, read.checked, [(begin, memory)])
+            size = (len(read.target), block.run_bytes)
+            own = memory.as_strided(size, (block.stride, 1), block.begin - begin).contiguous()
+        else:
+            own = self._buffer(read.nbytes).view(len(read.target), -1)
+            self._read_runs(read.entry.path, block.begin, block.stride, own)
+            hasher = CheckedRange(block.begin, block.end, (replace(block, run_bytes=0, stride=0),)).hasher()
+            hasher.update(memory_of(own))
+            hasher.check(read.entry.path, read.entry.name)
+        values = own.view(read.entry.dtype)
+        read.target.copy_(values if read.dtype in (read.entry.dtype, read.target.dtype) else values.to(read.dtype))
+
     def _check_around(self, view: _View) -> None:
-        """Verify all blocks that a strided view touches; the caller reads the view's bytes again."""
+        """Verify all checked ranges that a strided view touches; the caller reads the view's bytes again."""
         if self._checksums is None:
             return
         path, end = view.entry.path, view.begin + view.piece.span * view.entry.dtype.itemsize
-        for block in self._checksums.covering(path, view.begin, end):
-            if (path, block.begin) not in self._checked:
-                self._read_checked(view, block, [(block.begin, self._buffer(block.end - block.begin))])
-                self._checked.add((path, block.begin))
+        for checked in self._checksums.covering(path, view.begin, end):
+            if (path, checked.begin) not in self._checked:
+                self._read_checked(view, checked, [(checked.begin, self._buffer(checked.end - checked.begin))])
+                self._checked.add((path, checked.begin))
 
     def _read_view(self, read: _View, piece: Piece, target: torch.Tensor) -> None:
         """Read a view, whose strides must be descending, in parts that fit into the scratch buffer."""
+        rows, itemsize = _as_rows(piece), read.entry.dtype.itemsize
+        if rows and rows[1] * itemsize >= sizes.SHORT_READ_BYTES and rows[2] > rows[1]:
+            count, columns, stride = rows
+            memory = self._buffer(count * columns * itemsize).view(count, -1)
+            self._read_runs(read.entry.path, read.begin, stride * itemsize, memory)
+            values = memory.view(read.entry.dtype).view(piece.shape)
+            target.copy_(values if read.dtype in (read.entry.dtype, target.dtype) else values.to(read.dtype))
+            return
         for part in _split_to_fit_scratch(piece, read.entry.dtype.itemsize):
             span = part.span
             scratch = self._buffer(span * read.entry.dtype.itemsize)
@@ -325,27 +401,35 @@ class Reader:
             target_of(target, part).copy_(view)
 
     def _read_checked(
-        self, read: _View | _Ranges, block: Block | None, targets: Iterable[tuple[int, torch.Tensor]]
+        self, read: _Read, checked: CheckedRange | None, targets: Iterable[tuple[int, torch.Tensor]]
     ) -> None:
-        """Fill each target with the file's bytes from its offset; if a block is given, verify its checksum."""
-        digest = None if block is None else xxhash.xxh3_64()
+        """Fill each target with the file's bytes from its offset; if a checked range is given, verify its checksums."""
+        hasher = None if checked is None else checked.hasher()
         for begin, target in targets:
-            self._read_bytes(read.entry.path, begin, memory_of(target), digest)
-        if block is not None and digest is not None:
+            self._read_bytes(read.entry.path, begin, memory_of(target), hasher)
+        if hasher is not None:
             names = [r.entry.name for r in read.ranges] if isinstance(read, _Ranges) else [read.entry.name]
             more = f" and {counted(len(names) - 1, 'other')}" if len(names) > 1 else ""
-            check(read.entry.path, block, digest.hexdigest(), f"{names[0]}{more}")
+            hasher.check(read.entry.path, f"{names[0]}{more}")
 
-    def _read_bytes(self, path: Path, begin: int, memory: memoryview, digest: xxhash.xxh3_64 | None) -> None:
+    def _read_bytes(self, path: Path, begin: int, memory: memoryview, hasher: Hasher | None) -> None:
         """Read bytes of a file, and hash them while they are in the processor's cache."""
         fd = self._files[path]
-        if digest is None:
+        if hasher is None:
             read_into(fd, begin, memory)
         else:
             for at in range(0, len(memory), sizes.CACHED_BYTES):
                 part = memory[at : at + sizes.CACHED_BYTES]
                 read_into(fd, begin + at, part)
-                digest.update(part)
+                hasher.update(part)
+        with self._counting:
+            self.bytes_read += len(memory)
+
+    def _read_runs(self, path: Path, begin: int, stride: int, rows: torch.Tensor) -> None:
+        """Fill rows of bytes, which are contiguous in memory, with runs of a file at equal distances."""
+        fd, memory, length = self._files[path], memory_of(rows), rows.shape[1]
+        for number in range(len(rows)):
+            read_into(fd, begin + number * stride, memory[number * length : (number + 1) * length])
         with self._counting:
             self.bytes_read += len(memory)
 
@@ -358,13 +442,13 @@ class Reader:
         return buffer[:nbytes]
 
 
-def _by_block(reads: Iterable[_View | _Ranges]) -> list[_View | _Ranges]:
-    """Merge the ranges of each block into one read, and sort the reads by path and offset."""
-    found: list[_View | _Ranges] = []
+def _by_block(reads: Iterable[_Read]) -> list[_Read]:
+    """Merge the ranges of each checked range into one read, and sort the reads by path and offset."""
+    found: list[_Read] = []
     of_block: dict[tuple[Path, int], _Ranges] = {}
     for read in reads:
-        if isinstance(read, _Ranges) and read.block is not None:
-            first = of_block.setdefault((read.entry.path, read.block.begin), read)
+        if isinstance(read, _Ranges) and read.checked is not None:
+            first = of_block.setdefault((read.entry.path, read.checked.begin), read)
             if first is not read:
                 first.ranges.extend(read.ranges)
                 continue
@@ -420,6 +504,20 @@ def _permuted(piece: Piece, order: Sequence[int]) -> Piece:
         return tuple(values[d] for d in order)
 
     return Piece(piece.source, pick(piece.start), pick(piece.shape), pick(piece.strides), piece.offset)
+
+
+def _as_rows(piece: Piece) -> tuple[int, int, int] | None:
+    """Return a piece as a matrix: number of rows, length of a row, and stride between rows; None if it is not one."""
+    dims = [(n, stride) for n, stride in zip(piece.shape, piece.strides, strict=True) if n > 1]
+    columns = 1
+    if dims and dims[-1][1] == 1:
+        columns = dims.pop()[0]
+    if not dims:
+        return None
+    rows, stride = dims.pop()
+    while dims and dims[-1][1] == rows * stride:
+        rows *= dims.pop()[0]
+    return None if dims else (rows, columns, stride)
 
 
 def _is_dense(piece: Piece) -> bool:

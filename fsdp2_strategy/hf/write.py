@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ import xxhash
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.process_group import current_device, rank, set_device, world_size
 from fsdp2_strategy.hf.checksums import Block
-from fsdp2_strategy.hf.regions import Box
 from fsdp2_strategy.hf.safetensors_format import Entry, memory_of, write_from
+from fsdp2_strategy.model.boxes import Box
 
 _THREADS = 4
 
@@ -45,22 +45,34 @@ class WriteRequest:
     """Whether this request gets checksum blocks of its own, without bytes of other requests. True for gathered tensors:
     a synchronous save writes each in its own call of `write_all`, an asynchronous save all in one call. Both must write
     the same checksum blocks."""
+    is_in_grid: bool = False
+    """Whether the boxes that all ranks write to the entry form a grid, so that those of the same rows have all columns.
+    Then short runs get strided blocks; see [Note: strided blocks] in `checksums`."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Run:
-    """Rows of a tensor that fill consecutive bytes of a file."""
+    """Rows of a tensor that fill consecutive bytes of a file, or, with a stride, a run of bytes each."""
 
     path: Path
     offset: int
     dtype: torch.dtype
     tensor: torch.Tensor
     separate_blocks: bool
+    stride: int = 0
+    """Distance in bytes between the rows in the file; 0 if they are consecutive."""
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes that are written."""
+        return self.tensor.numel() * self.dtype.itemsize
 
     @property
     def end(self) -> int:
         """The file offset at which the run ends."""
-        return self.offset + self.tensor.numel() * self.dtype.itemsize
+        if not self.stride:
+            return self.offset + self.nbytes
+        return self.offset + (len(self.tensor) - 1) * self.stride + self.nbytes // len(self.tensor)
 
 
 def write_all(
@@ -173,10 +185,26 @@ def _runs(request: WriteRequest) -> Iterator[_Run]:
         for at in range(0, length, step):
             rows = tensor.narrow(0, at, min(step, length - at))
             yield _Run(entry.path, entry.offset + (begin + at) * row_bytes, entry.dtype, rows, request.separate_blocks)
+    elif request.is_in_grid and _gets_strided_blocks(request, row_bytes):
+        step = sizes.BLOCK_BYTES // row_bytes
+        first = entry.offset + inner_box[0][0] * math.prod(inner_shape[1:]) * entry.dtype.itemsize
+        for at in range(0, length, step):
+            rows = tensor.narrow(0, at, min(step, length - at))
+            yield _Run(entry.path, first + (begin + at) * row_bytes, entry.dtype, rows, True, row_bytes)
     else:
         for i, row in enumerate(tensor.unbind(), begin):
             inner = Entry(entry.name, entry.path, entry.offset + i * row_bytes, entry.dtype, inner_shape)
-            yield from _runs(WriteRequest(inner, inner_box, row, request.separate_blocks))
+            yield from _runs(replace(request, entry=inner, box=inner_box, tensor=row))
+
+
+def _gets_strided_blocks(request: WriteRequest, row_bytes: int) -> bool:
+    """Return whether each row of a request fills one run, and the rows of the entry are short.
+
+    Equal on all ranks that hold a part of the same rows, although their runs may have different lengths.
+    """
+    box, shape = request.box[1:], request.entry.shape[1:]
+    is_one_run = box[1:] == tuple((0, n) for n in shape[1:])
+    return is_one_run and row_bytes < min(sizes.STRIDED_ROW_BYTES, sizes.BLOCK_BYTES)
 
 
 def _group_adjacent(runs: Iterable[_Run]) -> Iterator[list[_Run]]:
@@ -198,10 +226,12 @@ def _group_adjacent(runs: Iterable[_Run]) -> Iterator[list[_Run]]:
 @torch.no_grad()
 def _write(fd: int, runs: Sequence[_Run], scratch: threading.local, *, hashed: bool) -> Block | None:
     """Write adjacent runs: large contiguous CPU tensors without cast directly, others through a scratch buffer."""
+    if runs[0].stride:
+        return _write_rows(fd, runs[0], scratch, hashed=hashed)
     digest = xxhash.xxh3_64() if hashed else None
     begin, filled = runs[0].offset, 0
     for run in runs:
-        tensor, size = run.tensor, run.end - run.offset
+        tensor, size = run.tensor, run.nbytes
         as_stored = tensor.device.type == "cpu" and tensor.dtype == run.dtype and tensor.is_contiguous()
         if as_stored and size > sizes.SMALL_WRITE_BYTES:
             _write_bytes(fd, begin, memory_of(_buffer(scratch)[:filled]), digest)
@@ -218,6 +248,16 @@ def _write(fd: int, runs: Sequence[_Run], scratch: threading.local, *, hashed: b
             filled += size
     _write_bytes(fd, begin, memory_of(_buffer(scratch)[:filled]), digest)
     return Block(runs[0].offset, runs[-1].end, digest.hexdigest()) if digest else None
+
+
+def _write_rows(fd: int, run: _Run, scratch: threading.local, *, hashed: bool) -> Block | None:
+    """Write rows with gaps between them."""
+    rows = _buffer(scratch)[: run.nbytes].view(len(run.tensor), -1)
+    rows.view(run.dtype).view(run.tensor.shape).copy_(run.tensor)
+    for number, row in enumerate(rows):
+        write_from(fd, run.offset + number * run.stride, memory_of(row))
+    digest = xxhash.xxh3_64_hexdigest(memory_of(rows)) if hashed else ""
+    return Block(run.offset, run.end, digest, rows.shape[1], run.stride) if hashed else None
 
 
 def _buffer(scratch: threading.local) -> torch.Tensor:

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,9 +24,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.process_group import control_device, group_in_use, is_rank_0
+from fsdp2_strategy.model.boxes import Box, box_of, row_major
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.model.placeholders import values_of
-from fsdp2_strategy.model.shards import shard_ranges
+from fsdp2_strategy.model.shards import local_shard, replica_of
 from fsdp2_strategy.model.state import Slot, model_state
 
 _INITIAL_SUMS = Slot[dict[str, torch.Tensor]]("initial sums of the frozen parameters")
@@ -103,10 +105,7 @@ def fingerprints(tensors: Mapping[str, torch.Tensor], local: torch.Tensor) -> di
 
 def _is_first_replica(tensor: torch.Tensor) -> bool:
     """Return whether this rank holds the first replica of its elements; only that replica is summed."""
-    if not isinstance(tensor, DTensor):
-        return is_rank_0()
-    mesh = tensor.device_mesh
-    return all(mesh.get_local_rank(axis) == 0 for axis, p in enumerate(tensor.placements) if p.is_replicate())
+    return replica_of(tensor)[0] == 0 if isinstance(tensor, DTensor) else is_rank_0()
 
 
 @torch.no_grad()
@@ -118,13 +117,32 @@ def _sums(tensor: torch.Tensor, offset_weights: torch.Tensor) -> torch.Tensor:
         return totals
     rounded = values.is_floating_point() and values.dtype != torch.bfloat16
     offset_weights = offset_weights.to(values.device)
-    for begin, run in _runs(values, tuple(tensor.shape), shard_ranges(tensor)):
-        for first, last in _split_at_blocks(begin, begin + len(run), len(offset_weights)):
-            part = run[first - begin : last - begin]
-            totals[0] += _weighted(_bits(part), first, offset_weights)
-            if rounded:
-                totals[1] += _weighted(_bits(part.to(torch.bfloat16)), first, offset_weights)
+
+    def add(part: torch.Tensor, weighted: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        totals[0] += weighted(_bits(part))
+        if rounded:
+            totals[1] += weighted(_bits(part.to(torch.bfloat16)))
+
+    for box in local_shard(tensor).boxes:
+        own, strides = box_of(values, box.local), row_major(tensor.shape)
+        split_dim = _split_dim(box.full, tuple(tensor.shape))
+        run_elements = math.prod(length for _, length in box.full[split_dim:])
+        if split_dim and run_elements < len(offset_weights):
+            at_once = len(offset_weights) * sizes.FINGERPRINT_BLOCKS
+            for positions, part in _scattered(own, strides, box.full, at_once):
+                add(part, partial(_weighted_at, positions=positions, offset_weights=offset_weights))
+            continue
+        for begin, run in _runs(own, strides, box.full, split_dim):
+            for first, last in _split_at_blocks(begin, begin + len(run), len(offset_weights)):
+                part = run[first - begin : last - begin]
+                add(part, partial(_weighted, first=first, offset_weights=offset_weights))
     return totals if rounded else totals[:1].expand(2)
+
+
+def _weighted_at(integers: torch.Tensor, positions: torch.Tensor, offset_weights: torch.Tensor) -> torch.Tensor:
+    """Return the weighted sum of integers at any positions of the flattened full tensor, and overwrite them."""
+    size = len(offset_weights)
+    return integers.mul_(_weights(positions // size)).mul_(offset_weights[positions % size]).sum()
 
 
 def _weighted(integers: torch.Tensor, first: int, offset_weights: torch.Tensor) -> torch.Tensor:
@@ -149,21 +167,42 @@ def _weights(numbers: torch.Tensor) -> torch.Tensor:
     return (numbers * _STRIDE) ^ ((numbers + 1) * _MIX >> 29) | 1
 
 
-def _runs(
-    values: torch.Tensor, shape: tuple[int, ...], box: tuple[tuple[int, int], ...]
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the runs of a shard that are contiguous in the full tensor: offset in it, and flattened values.
+def _split_dim(box: Box, shape: tuple[int, ...]) -> int:
+    """Return the last dimension of which a box has only a part; 0 if there is none."""
+    return max((dim for dim, part in enumerate(box) if part != (0, shape[dim])), default=0)
+
+
+def _runs(values: torch.Tensor, strides: Sequence[int], box: Box, split_dim: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield the runs of a box that are contiguous in the full tensor: offset in it, and flattened values.
 
     Args:
-        values: this rank's shard.
-        shape: the shape of the full tensor.
-        box: offset and length of the shard in each dimension.
+        values: the values of the box.
+        strides: the strides of the full tensor.
+        box: the box.
+        split_dim: see `_split_dim`.
     """
-    split_dim = max((dim for dim, part in enumerate(box) if part != (0, shape[dim])), default=0)
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     begin = sum(offset * stride for (offset, _), stride in zip(box, strides, strict=True))
     for index in itertools.product(*(range(length) for _, length in box[:split_dim])):
         yield begin + sum(i * stride for i, stride in zip(index, strides, strict=False)), values[index].reshape(-1)
+
+
+def _scattered(
+    values: torch.Tensor, strides: Sequence[int], box: Box, at_once: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield positions in the flattened full tensor, and the values there, of about ``at_once`` elements of a box."""
+    if len(box) > 2 and math.prod(length for _, length in box[1:]) > at_once:
+        for index in range(box[0][1]):
+            for positions, part in _scattered(values[index], strides[1:], box[1:], at_once):
+                yield positions + (box[0][0] + index) * strides[0], part
+        return
+    inside = torch.zeros((), dtype=torch.int64, device=values.device)
+    for (begin, length), stride in zip(box[1:], strides[1:], strict=True):
+        inside = inside[..., None] + torch.arange(begin, begin + length, device=values.device) * stride
+    (first, rows), step = box[0], max(1, at_once // max(1, inside.numel()))
+    for at in range(0, rows, step):
+        part = values[at : at + step]
+        row = torch.arange(first + at, first + at + len(part), device=values.device) * strides[0]
+        yield (row[:, None] + inside.reshape(1, -1)).reshape(-1), part.reshape(-1)
 
 
 def _split_at_blocks(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:

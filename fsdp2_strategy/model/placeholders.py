@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2_strategy.distributed.torch_internals import dtensor_like, local_of, storage_address
-from fsdp2_strategy.model.shards import sharded_like
+from fsdp2_strategy.distributed.torch_internals import local_of, storage_address
+from fsdp2_strategy.model.shards import gather_full, sharded_like
 
 # Host values of offloaded tensors, by the storage address of the placeholder.
 _offloaded: dict[int, torch.Tensor] = {}
@@ -90,6 +90,4 @@ def full_tensor_of(tensor: torch.Tensor) -> torch.Tensor:
     """Gather the full tensor, also from placeholders; collective if the tensor is a DTensor."""
     if not isinstance(tensor, DTensor):
         return values_of(tensor)
-    if not local_of(tensor).is_meta:
-        return tensor.full_tensor().detach()
-    return dtensor_like(tensor, values_of(tensor).to(tensor.device_mesh.device_type)).full_tensor()
+    return gather_full(tensor, values_of(tensor).to(tensor.device_mesh.device_type))

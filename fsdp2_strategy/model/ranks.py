@@ -17,14 +17,27 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp2_strategy.distributed.mesh import group_of
+from fsdp2_strategy.distributed.mesh import group_of, model_mesh
 from fsdp2_strategy.distributed.process_group import group_in_use, on_group, ranks_of
-from fsdp2_strategy.distributed.torch_internals import mesh_of
+from fsdp2_strategy.distributed.torch_internals import mesh_of, parameters_of, shard_of
 from fsdp2_strategy.errors import ArgumentError
 from fsdp2_strategy.model.fsdp_state import parameter_groups
+from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.model.wrappers import unwrap_model
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+_RANKS_PER_LAYER = Slot[int]("ranks that share layers")
+
+
+def set_ranks_per_layer(root: nn.Module, count: int) -> None:
+    """Store how many ranks share each layer of a model, and compute the same batch; not collective."""
+    model_state(root).set(_RANKS_PER_LAYER, count)
+
+
+def ranks_per_layer(model: nn.Module) -> int:
+    """Return how many ranks share each layer of a model; 1 if its layers are not split; not collective."""
+    return model_state(unwrap_model(model)).get(_RANKS_PER_LAYER) or 1
 
 
 @contextmanager
@@ -68,14 +81,21 @@ def on_model_ranks(function: F) -> F:
 
 
 def _mesh_of(subject: nn.Module | Iterable[torch.Tensor]) -> DeviceMesh | None:
-    """Return the largest mesh of a model or of tensors; None if no tensor is sharded."""
+    """Return the mesh of all ranks that hold a model or tensors; None if no tensor is sharded.
+
+    It is the largest mesh of all tensors, with the axis "tp" if layers are split.
+    """
     meshes: dict[int, DeviceMesh] = {}
+    tensors: list[torch.Tensor] = []
     if isinstance(subject, nn.Module):
         root = unwrap_model(subject)
         for param_group in parameter_groups(root):  # these have the mesh even while parameters are unsharded
             meshes[id(mesh_of(param_group))] = mesh_of(param_group)
-        subject = () if meshes else root.parameters()
+            # The mesh of a parameter has the axes of tensor parallelism, too.
+            tensors += [shard_of(parameter) for parameter in parameters_of(param_group)]
+        subject = tensors if meshes else root.parameters()
     for tensor in subject:
         if isinstance(tensor, DTensor):
             meshes[id(tensor.device_mesh)] = tensor.device_mesh
-    return max(meshes.values(), key=DeviceMesh.size, default=None)
+    largest = max(meshes.values(), key=DeviceMesh.size, default=None)
+    return None if largest is None else model_mesh(largest)

@@ -18,7 +18,7 @@ from fsdp2_strategy.model.fsdp_state import class_name, reshard
 from fsdp2_strategy.model.master_weights import masters_of, refresh_masters_of
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.model.placeholders import full_tensor_of, values_of
-from fsdp2_strategy.model.shards import shard_view, sharded_like
+from fsdp2_strategy.model.shards import local_shard, sharded_like
 from fsdp2_strategy.model.wrappers import unwrap_model
 
 
@@ -146,7 +146,7 @@ def _local_values_for(target: torch.Tensor, source: torch.Tensor) -> torch.Tenso
     """Shard ``source`` like ``target``, and return this rank's shard; collective if they are not sharded equally."""
     if _same_sharding(target, source):
         return values_of(source)
-    return shard_view(full_tensor_of(source), target)
+    return local_shard(target).of(full_tensor_of(source))
 
 
 def _same_sharding(target: torch.Tensor, source: torch.Tensor) -> bool:

@@ -7,7 +7,8 @@ micro-batches, so the gradient is the mean over ranks and micro-batches, with eq
 ``num_items_in_batch`` = N, the loss is a sum over items, and the gradient must be that of the global sum divided by N.
 So the loss is multiplied by (number of ranks) / N, because FSDP2's average divides by the number of ranks. If N is not
 known yet, each micro-batch passes its own ``num_items``. Then `backward` does not scale the loss, the all-reduce of the
-gradient norm sums N, too, and `optimizer_step` multiplies the gradients by (number of ranks) / N.
+gradient norm sums N, too, and `optimizer_step` multiplies the gradients by (number of ranks) / N. Ranks that share
+layers compute the same loss, and count as one rank.
 """
 
 from __future__ import annotations
@@ -38,8 +39,7 @@ from fsdp2_strategy.model.buffers import have_buffers_changed
 from fsdp2_strategy.model.buffers import sync_buffers as sync
 from fsdp2_strategy.model.fsdp_state import class_name, reshard
 from fsdp2_strategy.model.offload import check_resident
-from fsdp2_strategy.model.ranks import on_ranks_of
-from fsdp2_strategy.model.shards import shard_size_of
+from fsdp2_strategy.model.ranks import on_ranks_of, ranks_per_layer
 from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.optim.accumulation import LossScale, ReducedStep, accumulation_of
@@ -126,7 +126,8 @@ def backward(
             "if the number of items in the whole step is not known yet."
         )
     is_divided = num_items is None and loss_reduction == "mean"
-    factor = _loss_factor(own.size(accumulation, accumulation_steps) if is_divided else None, items)
+    size = own.size(accumulation, accumulation_steps) if is_divided else None
+    factor = _loss_factor(size, items, world_size() // ranks_per_layer(model))
     is_last = own.is_last(accumulation, accumulation_steps)
     if is_last != (own.last_sync is not False):
         set_gradient_sync(model, grad_sync, is_last=is_last)
@@ -234,12 +235,13 @@ def _described(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _loss_factor(size: int | None, items: float | None) -> float:
+def _loss_factor(size: int | None, items: float | None, ranks: int) -> float:
     """Return the factor for the loss of a micro-batch; see [Note: gradient scale].
 
     Args:
         size: number of micro-batches by which the loss is divided; None for 1.
         items: ``num_items_in_batch``.
+        ranks: number of ranks over which FSDP2 averages gradients.
     """
     if items is None:
         return 1 / (size or 1)
@@ -248,7 +250,7 @@ def _loss_factor(size: int | None, items: float | None) -> float:
             f"cannot scale the loss: num_items_in_batch is {items:g}, expected the number of items in all "
             "micro-batches of all ranks in this step, more than 0 and finite. Sum it over the ranks first."
         )
-    return world_size() / items
+    return ranks / items
 
 
 def set_gradient_sync(model: nn.Module, mode: GradSync, *, is_last: bool) -> None:
@@ -431,7 +433,7 @@ def _reduce(
         )
         if deferred:
             raise_deferred_error()
-        loss, tokens, divisor = sums.totals(of_micro_batches, world_size())
+        loss, tokens, divisor = sums.totals(of_micro_batches, world_size(), ranks_per_layer(root))
     return ReducedStep(
         norm=math.sqrt(squares) / ((scale.value if scale else 1.0) * divisor),
         divisor=divisor,
@@ -516,5 +518,6 @@ def _copies(grad: torch.Tensor) -> int:
     """Return the number of ranks that hold the same values, this one included."""
     if not isinstance(grad, DTensor):
         return world_size()
-    mesh_size = grad.device_mesh.size()
-    return mesh_size // shard_size_of(grad) * (world_size() // mesh_size)
+    mesh = grad.device_mesh
+    copies = math.prod(mesh.size(axis) for axis, placed in enumerate(grad.placements) if placed.is_replicate())
+    return copies * (world_size() // mesh.size())

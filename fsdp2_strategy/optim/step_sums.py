@@ -68,8 +68,10 @@ class MicroBatchSums:
         ]
 
     @staticmethod
-    def totals(sums: Sequence[float], ranks: int) -> tuple[float, int | None, float]:
+    def totals(sums: Sequence[float], ranks: int, copies: int = 1) -> tuple[float, int | None, float]:
         """Return loss and tokens of the step, from the sums of `values` over ``ranks`` ranks.
+
+        Each batch was computed by ``copies`` ranks, which share layers.
 
         Also return the number by which the gradients must be divided; see [Note: gradient scale] in `optim.step`.
 
@@ -82,22 +84,23 @@ class MicroBatchSums:
             if ranks_with_own_items != ranks or not own_items > 0:
                 raise StepError(
                     f"cannot step: num_items was passed on {ranks_with_own_items:.0f} of {counted(ranks, 'rank')}, and "
-                    f"its sum is {own_items:.0f}, expected all ranks and more than 0. Pass it on every rank, 0 where a "
-                    "micro-batch has no items."
+                    f"its sum is {own_items / copies:.0f}, expected all ranks and more than 0. Pass it on every rank, "
+                    "0 where a micro-batch has no items."
                 )
             divisor = own_items / ranks
         loss /= ranks * divisor
         if ranks_with_tokens:
-            return loss, round(tokens) if ranks_with_tokens == ranks else None, divisor
+            return loss, round(tokens / copies) if ranks_with_tokens == ranks else None, divisor
         if ranks_with_own_items:
-            return loss, round(own_items), divisor
+            return loss, round(own_items / copies), divisor
         return loss, round(items / ranks_with_items) if ranks_with_items else None, divisor
 
 
 def _plus(total: int | torch.Tensor | None, count: int | torch.Tensor | None) -> int | torch.Tensor | None:
     """Add a count to a sum; None means that nothing was counted."""
     if isinstance(count, torch.Tensor):
-        count = count.detach().reshape(()).to(torch.int64, copy=True)  # the caller may reuse it
+        # A copy, because the caller may reuse it. Ranks that share sequences have fractions of the number.
+        count = count.detach().reshape(()).to(torch.float64 if count.is_floating_point() else torch.int64, copy=True)
     if count is None:
         return total
     return count if total is None else total + count

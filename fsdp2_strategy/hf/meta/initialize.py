@@ -49,7 +49,7 @@ from fsdp2_strategy.hf.meta.recorded_init import (
 from fsdp2_strategy.hf.peft.merge import gather_full
 from fsdp2_strategy.hf.skeleton import meta_skeleton
 from fsdp2_strategy.hf.transformers_models import is_transformers_model
-from fsdp2_strategy.model.shards import shard_view
+from fsdp2_strategy.model.shards import local_shard
 
 _INIT_FUNCTIONS = ("reset_parameters", "_reset_parameters")
 
@@ -138,7 +138,7 @@ def _replay(empty: Sequence[TensorWithoutValues], device: torch.device) -> set[i
     def store_in(tensors: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[torch.Tensor], None]:
         def store(memory: torch.Tensor) -> None:
             for meta, tensor in tensors:
-                local_of(tensor).copy_(shard_view(view_like(meta, memory), tensor))
+                local_of(tensor).copy_(local_shard(tensor).of(view_like(meta, memory)))
                 filled.add(id(tensor))
 
         return store
@@ -267,7 +267,7 @@ class _LazyTensor(torch.Tensor):
     def store(self, full: torch.Tensor) -> None:
         """Store this rank's shard of a full tensor."""
         if self.is_kept:
-            local_of(self.original).copy_(shard_view(full, self.original))
+            local_of(self.original).copy_(local_shard(self.original).of(full))
             self.tensors.filled.add(id(self.original))
 
     @classmethod

@@ -19,6 +19,7 @@ from torch import nn
 from fsdp2_strategy.distributed.agreement import all_or_none, from_rank_0
 from fsdp2_strategy.distributed.process_group import is_rank_0
 from fsdp2_strategy.errors import CheckpointError, some
+from fsdp2_strategy.hf.library_internals import forget_tensor_parallel_size
 from fsdp2_strategy.hf.peft.merge import has_adapters
 from fsdp2_strategy.hf.regions import Region
 from fsdp2_strategy.hf.skeleton import meta_skeleton
@@ -94,7 +95,8 @@ def _adapted_model(root: nn.Module) -> nn.Module:
     if len(outermost) != 1:
         raise CheckpointError(
             f"cannot export adapters: {class_name(root)} contains {len(outermost)} peft models, "
-            "expected one. Leave out merge_adapters=False, or export one peft model at a time."
+            "expected one. Pass one peft model; for a model without adapters, use save_model without "
+            "merge_adapters=False, or stream_weights."
         )
     return outermost[0]
 
@@ -107,6 +109,8 @@ def _names_in_files(skeleton: Any) -> dict[str, dict[str, str]]:
     """
     from peft import PeftModel, get_peft_model_state_dict  # noqa: PLC0415
 
+    for module in skeleton.modules():
+        forget_tensor_parallel_size(module)
     state = skeleton.state_dict(keep_vars=True)
     own_names = {id(tensor): name for name, tensor in state.items()}
     # peft expects the names of a PeftModel in files, even if it injected the adapters into a plain model.
@@ -130,5 +134,5 @@ def _check_complete(root: nn.Module, held: Sequence[torch.Tensor]) -> None:
     if lost := [clean(n) for n, p in root.named_parameters() if p.requires_grad and id(p) not in there]:
         raise CheckpointError(
             f"cannot export the adapters of {class_name(root)} alone: it trains {some(lost)} as well, "
-            "expected only adapters. Name the modules in modules_to_save, or save the full model."
+            "expected only adapters. Name the modules in modules_to_save, or save or stream the full model."
         )

@@ -5,7 +5,8 @@ with the names of the base model, for files, streams and engines. The model itse
 
 [Note: row-wise merging] ``fully_shard`` splits weights by rows. A rank computes its rows of ``W + scaling * B @ A``
 from its rows of W and the full adapters. The adapters are small, and are gathered once. Weights are merged one at a
-time, when they are read. peft's own ``merge`` merges the rows, on a copy of the layer that has only these rows.
+time, when they are read. peft's own ``merge`` merges the rows, on a copy of the layer that has only these rows. If a
+rank holds only some columns of its rows, too, the complete rows are computed, and those columns are kept.
 
 Rows are merged in chunks whose boundaries do not depend on the number of ranks. If a rank holds only some rows of a
 chunk, it fills the others with zeros and drops their results. So the merged values are the same on any number of ranks.
@@ -24,17 +25,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.process_group import current_device
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.library_internals import reset_caches
 from fsdp2_strategy.hf.skeleton import meta_skeleton
+from fsdp2_strategy.model.boxes import ShardBox, box_of
 from fsdp2_strategy.model.fsdp_state import class_name, original_class
 from fsdp2_strategy.model.names import clean
 from fsdp2_strategy.model.placeholders import computed, values_of
-from fsdp2_strategy.model.shards import shard_ranges, shard_view
+from fsdp2_strategy.model.shards import local_shard, shard_group_of
 
 Adapted = Callable[[Any, str, nn.Module], None]
 """A function that is called with an adapted layer, its name, and the base layer that replaces it in a copy."""
@@ -317,21 +318,27 @@ class _Rows:
     @torch.no_grad()
     def merged(self) -> torch.Tensor:
         """Return the rows with the adapters merged, on this rank's device."""
-        rows = values_of(self.weight).to(current_device(), copy=True, memory_format=torch.contiguous_format)
-        begin, length = shard_ranges(self.weight)[0]
+        local = values_of(self.weight).to(current_device(), copy=True, memory_format=torch.contiguous_format)
+        shard = local_shard(self.weight)
         chunk = sizes.MERGED_EXPERTS if self._experts > 1 else sizes.MERGED_ROWS
         for low, high in _row_chunks(self.weight.shape[0], chunk):
-            first, last = max(low, begin), min(high, begin + length)
-            if first >= last:
+            own = [part for box in shard.boxes if (part := _rows_of_box(box, low, high))]
+            if not own:
                 continue
-            own = chunk_rows = rows[first - begin : last - begin]
-            if (first, last) != (low, high):
-                chunk_rows = rows.new_zeros((high - low, *rows.shape[1:]))
-                chunk_rows[first - low : last - low] = own
-            merged = self._merge(chunk_rows, low)[first - low : last - low]
-            if merged.data_ptr() != own.data_ptr():  # else peft merged in place
-                own.copy_(merged)
-        return rows
+            if shard.is_row_range and own[0].full[0] == (0, high - low):
+                [(begin, length)] = [box.local[0] for box in own]
+                rows = local[begin : begin + length]
+                merged = self._merge(rows, low)
+                if merged.data_ptr() != rows.data_ptr():  # else peft merged in place
+                    rows.copy_(merged)
+                continue
+            rows = local.new_zeros((high - low, *self.weight.shape[1:]))
+            for box in own:
+                box_of(rows, box.full).copy_(box_of(local, box.local))
+            merged = self._merge(rows, low)
+            for box in own:
+                box_of(local, box.local).copy_(box_of(merged, box.full))
+        return local
 
     @property
     def _experts(self) -> int:
@@ -395,6 +402,16 @@ class _Rows:
         return shape
 
 
+def _rows_of_box(box: ShardBox, low: int, high: int) -> ShardBox | None:
+    """Return the part of a box in rows [low, high) of a weight, relative to these rows; None if it is empty."""
+    (begin, length), (own, _) = box.full[0], box.local[0]
+    first, last = max(low, begin), min(high, begin + length)
+    if first >= last:
+        return None
+    rows = (first - low, last - first), (own + first - begin, last - first)
+    return ShardBox((rows[0], *box.full[1:]), (rows[1], *box.local[1:]))
+
+
 def _row_chunks(length: int, size: int) -> list[tuple[int, int]]:
     """Split rows into chunks that do not depend on the sharding; a short last chunk joins the previous one."""
     starts = list(range(0, length, size))
@@ -408,14 +425,14 @@ def gather_full(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     full: dict[int, torch.Tensor] = {}
     by_group: dict[dist.ProcessGroup, dict[int, torch.Tensor]] = {}
     for key, tensor in tensors.items():
-        if not isinstance(tensor, DTensor):
+        holders = shard_group_of(tensor)
+        if holders is None:
             full[key] = values_of(tensor).to(current_device())
             continue
-        group = tensor.device_mesh.get_group(-1)
-        waiting = by_group.setdefault(group, {})
+        waiting = by_group.setdefault(holders.group, {})
         waiting[key] = tensor
         if sum(t.nbytes for t in waiting.values()) > sizes.GATHER_BYTES:
-            full |= _gather_over(group, by_group.pop(group))
+            full |= _gather_over(holders.group, by_group.pop(holders.group))
     for group, waiting in by_group.items():
         full |= _gather_over(group, waiting)
     return full
@@ -428,6 +445,6 @@ def _gather_over(group: dist.ProcessGroup, tensors: Mapping[int, torch.Tensor]) 
     full: dict[int, torch.Tensor] = {}
     for (key, tensor), start in zip(tensors.items(), starts, strict=False):
         full[key] = memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        shard_view(full[key], tensor).copy_(values_of(tensor))
+        local_shard(tensor).copy_to(full[key], values_of(tensor))
     dist.all_reduce(memory, group=group)
     return full
