@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from fsdp2_strategy.distributed.mesh import auto_shard_size as auto_shard_size
     from fsdp2_strategy.distributed.mesh import build_mesh as build_mesh
     from fsdp2_strategy.distributed.preemption import Preemption as Preemption
+    from fsdp2_strategy.distributed.tcp_rendezvous import Rendezvous as Rendezvous
+    from fsdp2_strategy.distributed.tcp_rendezvous import RendezvousServer as RendezvousServer
     from fsdp2_strategy.errors import ArgumentError as ArgumentError
     from fsdp2_strategy.errors import CheckpointError as CheckpointError
     from fsdp2_strategy.errors import ConfigError as ConfigError
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from fsdp2_strategy.errors import OffloadError as OffloadError
     from fsdp2_strategy.errors import OptimizerError as OptimizerError
     from fsdp2_strategy.errors import RolloutError as RolloutError
+    from fsdp2_strategy.errors import SequenceError as SequenceError
     from fsdp2_strategy.errors import ShardError as ShardError
     from fsdp2_strategy.errors import StepError as StepError
     from fsdp2_strategy.hf.export import save_model as save_model
@@ -83,17 +86,31 @@ if TYPE_CHECKING:
     from fsdp2_strategy.optim.step import optimizer_step as optimizer_step
     from fsdp2_strategy.optim.step import set_gradient_sync as set_gradient_sync
     from fsdp2_strategy.optim.step import take_step as take_step
+    from fsdp2_strategy.rollout.agreement import EngineAgreement as EngineAgreement
+    from fsdp2_strategy.rollout.agreement import check_engine_agreement as check_engine_agreement
+    from fsdp2_strategy.rollout.connection import listen_at_free_port as listen_at_free_port
+    from fsdp2_strategy.rollout.difference import TensorDifference as TensorDifference
     from fsdp2_strategy.rollout.engine import ENGINES as ENGINES
     from fsdp2_strategy.rollout.engine import Rollout as Rollout
+    from fsdp2_strategy.rollout.engine import WeightUpdate as WeightUpdate
+    from fsdp2_strategy.rollout.importance import ImportanceInputs as ImportanceInputs
+    from fsdp2_strategy.rollout.importance import importance_inputs as importance_inputs
+    from fsdp2_strategy.rollout.importance import sampled_log_probs as sampled_log_probs
+    from fsdp2_strategy.rollout.log_prob_differences import LogProbDifferences as LogProbDifferences
     from fsdp2_strategy.rollout.protocol import RolloutEngine as RolloutEngine
     from fsdp2_strategy.rollout.remote import RemoteEngine as RemoteEngine
     from fsdp2_strategy.rollout.remote import serve as serve
     from fsdp2_strategy.rollout.sglang_engine import SGLangEngine as SGLangEngine
+    from fsdp2_strategy.rollout.stream import WeightStream as WeightStream
     from fsdp2_strategy.rollout.stream import stream_adapter as stream_adapter
     from fsdp2_strategy.rollout.stream import stream_weights as stream_weights
     from fsdp2_strategy.rollout.stream import weight_checksums as weight_checksums
     from fsdp2_strategy.rollout.transformers_engine import TransformersEngine as TransformersEngine
     from fsdp2_strategy.rollout.vllm_engine import VLLMEngine as VLLMEngine
+    from fsdp2_strategy.routing.recorded import Routing as Routing
+    from fsdp2_strategy.routing.replay import record_routing as record_routing
+    from fsdp2_strategy.routing.replay import replay_routing as replay_routing
+    from fsdp2_strategy.sequence.shard import shard_sequence as shard_sequence
     from fsdp2_strategy.sharding.blocks import find_blocks as find_blocks
     from fsdp2_strategy.sharding.blocks import (
         manual_transformer_cls_names_to_wrap as manual_transformer_cls_names_to_wrap,

@@ -88,6 +88,10 @@ class RolloutError(FSDP2StrategyError, RuntimeError):
     """Weights that cannot be transferred to an inference engine, or a request that an engine cannot serve."""
 
 
+class SequenceError(FSDP2StrategyError, ValueError):
+    """Sequences cannot be split over ranks: the model, the batch, or their arguments do not allow it."""
+
+
 class LogProbError(FSDP2StrategyError, ValueError):
     """A model or an argument for which log-probabilities cannot be computed."""
 
@@ -103,7 +107,7 @@ def some(names: Sequence[str], what: str = "name") -> str:
     return f"{counted(len(names), what)} ({shown})" if names else f"no {what}"
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str], *, least_similarity: float = 0.6) -> str:
     """Return `` Did you mean 'x'?`` for the known name most similar to ``name``, or "" if none is similar."""
-    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=least_similarity)
     return f" Did you mean {nearest[0]!r}?" if nearest else ""

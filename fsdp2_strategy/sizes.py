@@ -24,6 +24,9 @@ SHORT_READ_BYTES = 4 << 10
 """Exception to `SMALL_READ_BYTES`: if the needed parts are shorter than this, the gaps between them are read, too."""
 SHORTEST_RUN_BYTES = 4 << 10
 """Minimum file range to write; a tensor whose shards would be written in shorter ranges is gathered instead."""
+STRIDED_ROW_BYTES = 2 << 20
+"""Ranks that hold columns of a tensor with shorter rows have one checksum for many rows; see [Note: strided blocks] in
+`checksums`."""
 COMPUTED_BYTES = 256 << 20
 """Maximum size of values that are computed at a time for a write (merged adapters); one tensor may be larger."""
 FILE_BYTES = 5 * 10**9
@@ -55,6 +58,8 @@ LARGE_BYTES = 16 << 20
 loads one batch of weights, of at least this size, while it receives the next one."""
 HEADER_BYTES = 64 << 20
 """Maximum size of the header of a message between a trainer and a remote engine."""
+COMPARED_BYTES = 8 << 20
+"""Bytes of a shard, in the dtype in which it is sent, that are compared at a time with its last version."""
 GATHER_BYTES = 256 << 20
 """Bytes of adapter parameters that are gathered together."""
 MERGED_ROWS = 1024

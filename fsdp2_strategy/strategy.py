@@ -10,7 +10,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.optim.ema import EMA
 from fsdp2_strategy.optim.groups import rebind_optimizer
 from fsdp2_strategy.optim.masters import FSDPadaptOptimizer, is_mp_optimizer
-from fsdp2_strategy.rollout import Rollout, RolloutEngine
+from fsdp2_strategy.rollout import EngineAgreement, Rollout, RolloutEngine, WeightUpdate
 from fsdp2_strategy.training import TrainingStrategy
 
 __all__ = ["FSDPV2Strategy", "FSDPadaptOptimizer", "ModelOptimPair", "ModelOrModelOptimPair", "is_mp_optimizer"]
@@ -60,8 +61,9 @@ class FSDPV2Strategy(TrainingStrategy):
     """Shard, train, save and resume models with FSDP2; construct one per process, with equal arguments on every rank.
 
     The constructor seeds every rank with the same seed. If there is no process group, it starts one
-    (collective): over torchrun's ranks if torchrun's environment variables are set, else over this rank alone. `close`,
-    which the end of a ``with`` block calls, destroys a group that the constructor started.
+    (collective): over the ranks of ``rendezvous``; else over torchrun's ranks if torchrun's environment variables are
+    set, else over this rank alone. `close`, which the end of a ``with`` block calls, destroys a group that the
+    constructor started.
 
     Args:
         seed: seed of all random number generators.
@@ -78,6 +80,9 @@ class FSDPV2Strategy(TrainingStrategy):
         config: a StrategyConfig; if given, the fields in ``args`` are not used.
         process_group: the ranks that train; by default all ranks of the default group. Until `close`, "all ranks" means
             the ranks of this group, for all methods and free functions.
+        rendezvous: where and as which rank this process joins the process group, if it was not started by torchrun but,
+            for example, as an actor of Ray. Environment variables are then not read. Each rank uses the accelerator
+            that it sees; if the ranks of a host see the same ones, each uses another one.
 
     Explicit arguments override ``args`` and ``config``, which override the defaults of StrategyConfig.
 
@@ -85,7 +90,7 @@ class FSDPV2Strategy(TrainingStrategy):
         ConfigError: a value is not valid, or ``train_batch_size`` is not a multiple of ``micro_train_batch_size`` x
             number of ranks.
         MeshError: this rank is not in ``process_group``, an open strategy of this process trains on other ranks, or the
-            process group cannot be started.
+            process group cannot be started; see also `Rendezvous`.
 
     Example:
         >>> from torch import nn
@@ -120,7 +125,7 @@ class FSDPV2Strategy(TrainingStrategy):
     @property
     def train_batch_size(self) -> int:
         """Samples of one optimizer step over all ranks, also if the configuration has only the number of steps."""
-        return self.micro_train_batch_size * self.world_size * self.accumulated_gradient
+        return self.micro_train_batch_size * self.dp_size * self.accumulated_gradient
 
     @property
     def bf16(self) -> bool:
@@ -141,7 +146,7 @@ class FSDPV2Strategy(TrainingStrategy):
 
         Args:
             timeout: time-out of collectives between the ranks that train.
-            num_gpu_per_node: ignored, because torchrun starts the ranks; trainers pass it.
+            num_gpu_per_node: ignored, because a launcher starts the ranks; trainers pass it.
         """
         if timeout is not None:
             set_timeouts(timeout)
@@ -199,10 +204,11 @@ class FSDPV2Strategy(TrainingStrategy):
             ConfigError: ``consumed_samples`` is more than an epoch has, or not a multiple of the number of ranks.
         """
         if sampler is None:
+            part, parts = self._part_of_data()
             sampler = ResumableSampler(
                 replay_buffer,
-                num_replicas=self.world_size,
-                rank=self.get_rank(),
+                num_replicas=parts,
+                rank=part,
                 shuffle=shuffle,
                 seed=self.config.seed,
                 drop_last=drop_last,
@@ -212,6 +218,10 @@ class FSDPV2Strategy(TrainingStrategy):
         return DataLoader(
             dataset, batch_size, sampler=sampler, drop_last=drop_last, collate_fn=collate_fn, pin_memory=pin_memory
         )
+
+    def _part_of_data(self) -> tuple[int, int]:
+        """Return which part of a data set this rank draws, and the number of parts."""
+        return self.dp_rank, self.dp_size
 
     # --- the roles of a trainer's models ------------------------------------------------------------------------------
 
@@ -441,7 +451,7 @@ class FSDPV2Strategy(TrainingStrategy):
 
         Args:
             args: the trainer's arguments, which are passed to the engine's builder; by default the strategy's ``args``.
-            engine_type: "transformers"; "remote"; a name that you have added to `rollout.ENGINES`, for example "vllm";
+            engine_type: "transformers", "vllm", "sglang", "remote", a name that you have added to `rollout.ENGINES`,
                 or an engine. "remote" is an engine in another process, at ``args.remote_engine_address`` or on rank
                 ``args.remote_engine_rank`` of the default group. Rank 0 connects to it. An error is raised if it does
                 not connect, or sends no heartbeat, for ``args.remote_engine_timeout_seconds`` (default 60).
@@ -461,20 +471,97 @@ class FSDPV2Strategy(TrainingStrategy):
         return self.inference_engine
 
     @collective
-    def update_engine_weights(self, actor: nn.Module, *, verify: bool = False) -> None:
+    def update_engine_weights(
+        self, actor: nn.Module, *, verify: bool = False, by_difference: bool | Literal["hashes"] = False
+    ) -> WeightUpdate:
         """Load a model's weights into the engine, in the compute dtype; collective.
 
         A sleeping engine is woken for the update, and put to sleep again after it.
 
         Args:
             actor: the model, or its wrapper; it may be offloaded.
-            verify: compare the checksums of the sent weights with the checksums of the engine's weights.
+            verify: compare the checksums of the sent weights with the checksums of the engine's weights. With
+                ``by_difference``, this gathers all weights; if checksums differ after a difference, all weights are
+                sent, and compared again.
+            by_difference: send only what has changed since the version that the engine has; all weights if it has none
+                or another one (either side was restarted, or the last update failed). Each rank retains a copy of its
+                shards in the dtype in which they are sent; with "hashes", a sixteenth of that, and blocks of 128
+                bytes are sent in full.
+
+        Returns:
+            What was sent, in bytes.
 
         Raises:
-            RolloutError: on every rank, if no engine was set up, the engine did not receive all weights, or, with
-                ``verify``, the checksums differ or the engine computes none.
+            RolloutError: on every rank, if no engine was set up, the engine did not receive all weights, it does not
+                take differences, or, with ``verify``, the checksums differ or the engine computes none.
         """
-        self._rollout.update(actor, verify=verify)
+        update = self._rollout.update(actor, verify=verify, by_difference=by_difference)
+        self._steps_when_sent[unwrap_model(actor)] = self._steps_of(actor)
+        return update
+
+    @cached_property
+    def _steps_when_sent(self) -> WeakKeyDictionary[nn.Module, int]:
+        """For each model whose weights were sent to the engine, its optimizer steps at that time."""
+        return WeakKeyDictionary()
+
+    def _steps_of(self, model: nn.Module) -> int:
+        """Return the number of a model's optimizer steps; 0 for a model that this strategy does not train."""
+        state = self._states.get(unwrap_model(model))
+        return 0 if state is None else state.accumulation.steps
+
+    @collective
+    def check_engine_agreement(
+        self,
+        actor: nn.Module,
+        sequences: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        answer_mask: torch.Tensor,
+        engine_log_probs: torch.Tensor | None = None,
+        temperature: float = 1.0,
+        tolerance: float | None = None,
+        on_disagreement: Literal["warn", "raise"] = "warn",
+        **options: Any,
+    ) -> EngineAgreement:
+        """Compare the log-probabilities of a few sampled tokens by the actor and the engine; collective.
+
+        If they differ by more than rounding explains, the cause is measured and named: stale weights, dtype,
+        temperature, router, tokenizer, chat template or prompts.
+
+        Args:
+            actor: the model whose weights the engine has, or its wrapper; it must not be offloaded.
+            sequences: [batch, length], int64: prompts and answers; every rank passes at least one.
+            attention_mask: [batch, length]; padding may be anywhere.
+            answer_mask: [batch, n]: which of the last n tokens are compared.
+            engine_log_probs: [batch, n], as the engine returned them with the samples (`sampled_log_probs`); by default
+                the engine computes them, if it can.
+            temperature: temperature of these log-probabilities.
+            tolerance: largest mean difference that counts as agreement, in nats; by default 0.001, or 0.05 if the actor
+                computes in half precision.
+            on_disagreement: "warn" logs a warning on rank 0; "raise" raises RolloutError on every rank.
+            **options: ``ratio_band``, ``compare_weights``, ``tokenizers``, ``engine_prompts`` and further inputs of the
+                models, as for `rollout.check_engine_agreement`.
+
+        Returns:
+            Mean and largest difference, KL, share of tokens outside the band, and causes; equal on every rank.
+
+        Raises:
+            RolloutError: on every rank, if there is no engine, an argument is invalid, or, with "raise", trainer and
+                engine disagree.
+        """
+        steps = self._steps_of(actor)
+        return self._rollout.check_agreement(
+            actor,
+            sequences,
+            attention_mask,
+            answer_mask=answer_mask,
+            engine_log_probs=engine_log_probs,
+            temperature=temperature,
+            tolerance=tolerance,
+            on_disagreement=on_disagreement,
+            steps_since_update=max(0, steps - self._steps_when_sent.get(unwrap_model(actor), steps)),
+            **options,
+        )
 
     def maybe_sleep_inference_engine(self) -> None:
         """Put the engine to sleep if ``enable_engine_sleep`` is true, which frees its device memory; not collective."""

@@ -31,11 +31,13 @@ from fsdp2_strategy.config.aliases import resolve_aliases
 from fsdp2_strategy.config.arguments import check_keywords
 from fsdp2_strategy.config.strategy_config import ShardSize, StrategyConfig
 from fsdp2_strategy.distributed import process_group as ranks
+from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.log import log, show_log
-from fsdp2_strategy.distributed.lost_ranks import collective, report_end
-from fsdp2_strategy.distributed.mesh import auto_shard_size, build_mesh, forget_meshes
+from fsdp2_strategy.distributed.lost_ranks import collective, disconnect, report_end
+from fsdp2_strategy.distributed.mesh import auto_shard_size, build_mesh, forget_meshes, group_of, groups_that_share
 from fsdp2_strategy.distributed.preemption import Preemption
-from fsdp2_strategy.errors import ShardError, StepError, counted, some
+from fsdp2_strategy.distributed.tcp_rendezvous import Rendezvous
+from fsdp2_strategy.errors import SequenceError, ShardError, StepError, counted, some
 from fsdp2_strategy.hf.export import save_model
 from fsdp2_strategy.hf.load import load_pretrained
 from fsdp2_strategy.hf.meta.init_on_meta import init_on_meta
@@ -53,6 +55,8 @@ from fsdp2_strategy.optim.ema import EMA
 from fsdp2_strategy.optim.groups import build_optimizer
 from fsdp2_strategy.optim.schedule import build_scheduler
 from fsdp2_strategy.optim.step import StepResult, backward, clip_for_step, forbid_direct_steps, optimizer_step
+from fsdp2_strategy.sequence.prepare import prepare_for_split
+from fsdp2_strategy.sequence.shard import check_same_batch, shard_sequence
 from fsdp2_strategy.sharding.blocks import parameter_count
 from fsdp2_strategy.sharding.explain import explain
 from fsdp2_strategy.sharding.shard import check_dtypes, is_for_training, shard_model
@@ -104,6 +108,7 @@ class TrainingStrategy:
         *,
         config: StrategyConfig | None = None,
         process_group: dist.ProcessGroup | None = None,
+        rendezvous: Rendezvous | None = None,
         max_grad_norm: float = _UNSET,
         gradient_accumulation_steps: int | None = _UNSET,
         log_level: int | str | None = None,
@@ -125,11 +130,15 @@ class TrainingStrategy:
         self._is_closed = False
         self._declared: int | None = None
         """Micro-batches of each step in the block of `accumulate` that is running."""
-        self._owns_process_group = ranks.start_process_group(self.config.timeout_minutes)
-        self._trainers = ranks.TrainingRanks(process_group)
+        self._owns_process_group = ranks.start_process_group(self.config.timeout_minutes, rendezvous)
+        self._trainers = ranks.TrainingRanks(
+            process_group, self.config.sequence_parallel_size, self.config.tensor_parallel_size
+        )
         self.world_size = self._trainers.count
-        self.accumulated_gradient = self.config.accumulation_steps(self.world_size)
+        self.accumulated_gradient = self.config.accumulation_steps(self.dp_size)
         self._trainers.begin()
+        shared = self.config.ranks_per_batch
+        self._batch_groups = groups_that_share(shared) if shared > 1 else None
         self._states: WeakKeyDictionary[nn.Module, _TrainingState] = WeakKeyDictionary()
         self._preemption = Preemption()
         self.set_seed(self.config.seed)
@@ -145,6 +154,55 @@ class TrainingStrategy:
     def get_rank(self) -> int:
         """Return this process's rank among the ranks that train."""
         return ranks.rank()
+
+    @property
+    def sp_size(self) -> int:
+        """Number of ranks that share sequences: ``sequence_parallel_size`` of the configuration."""
+        return self.config.sequence_parallel_size
+
+    @property
+    def sp_rank(self) -> int:
+        """Which part of the sequences this rank computes, from 0."""
+        return self.get_rank() % self.sp_size
+
+    @property
+    def tp_size(self) -> int:
+        """Number of ranks that share layers: ``tensor_parallel_size`` of the configuration."""
+        return self.config.tensor_parallel_size
+
+    @property
+    def tp_rank(self) -> int:
+        """Which part of the layers this rank computes, from 0."""
+        return self.get_rank() % self.tp_size
+
+    @property
+    def dp_size(self) -> int:
+        """Number of data parallel ranks: of parts that each batch is divided into."""
+        return self.world_size // self.config.ranks_per_batch
+
+    @property
+    def dp_rank(self) -> int:
+        """Which part of each batch this rank gets, from 0; equal on the ranks that share sequences or layers."""
+        return self.get_rank() // self.config.ranks_per_batch
+
+    @property
+    def sp_group(self) -> dist.ProcessGroup:
+        """The ranks that share this rank's sequences, in their order."""
+        return self._ranks_that_share(self.sp_size)
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup:
+        """The ranks that share this rank's layers, in their order."""
+        return self._ranks_that_share(self.tp_size)
+
+    def _ranks_that_share(self, size: int) -> dist.ProcessGroup:
+        return self._batch_groups[0] if size > 1 and self._batch_groups else group_of([dist.get_rank()])
+
+    @property
+    def dp_group(self) -> dist.ProcessGroup:
+        """The ranks that compute the same part of other batches; all ranks if no ranks share sequences or layers."""
+        everyone: Any = ranks.group_in_use() or dist.group.WORLD
+        return self._batch_groups[1] if self._batch_groups else everyone
 
     @staticmethod
     def is_rank_0() -> bool:
@@ -162,16 +220,17 @@ class TrainingStrategy:
         """Seed all generators; not collective.
 
         Build models with the same seed on all ranks. Then call this with ``per_rank``, so that dropout and noise differ
-        between ranks.
+        between data parallel ranks.
         """
-        seed_everything(seed + ranks.rank() if per_rank else seed)
+        seed_everything(seed + self.dp_rank if per_rank else seed)
 
     @collective
     def close(self) -> None:
         """Wait for an asynchronous save, and destroy the process group that the constructor started; collective.
 
         A process group that existed before is kept, and repeated calls have no effect. The locks on the directories
-        that this process saved into are released.
+        that this process saved into are released. If an error is being handled, such as at the end of a ``with`` block,
+        other ranks that wait for this one raise an error at once.
 
         Raises:
             CheckpointError: on every rank, if an asynchronous save has failed. The strategy is closed nevertheless.
@@ -186,6 +245,8 @@ class TrainingStrategy:
             self._trainers.close()
             if self._owns_process_group and dist.is_initialized():
                 report_end()
+                if sys.exc_info()[1] is not None:
+                    disconnect()
                 forget_meshes()
                 forget_groups()
                 dist.destroy_process_group()
@@ -210,6 +271,8 @@ class TrainingStrategy:
         is_training: bool = False,
         shard_size: ShardSize = _UNSET,
         reshard_after_forward: bool | int = _UNSET,
+        *,
+        tensor_parallel_plan: Mapping[str, str] | None = None,
     ) -> ModelT:
         """Shard a model in place by the settings of the configuration; collective.
 
@@ -220,11 +283,13 @@ class TrainingStrategy:
         Args:
             model: any module, or a wrapper around one; every rank must have the same weights.
             is_training: keep fp32 master weights; if false, store the parameters in the compute dtype only.
-            shard_size: number of ranks that a parameter is split over, a divisor of the world size. -1 means all ranks.
-                "auto" selects a number by the size of the model: see `auto_shard_size`. By default, that of the
-                configuration.
+            shard_size: number of ranks that `fully_shard` splits a parameter over, a divisor of the number of ranks /
+                ``tensor_parallel_size``. -1 means all of these. "auto" selects a number by the size of the model: see
+                `auto_shard_size`. By default, that of the configuration.
             reshard_after_forward: free gathered parameters after a unit's forward. With an int, keep them sharded over
                 groups of that many ranks until backward. By default, the configuration's.
+            tensor_parallel_plan: how the layers of this model are split, if ``tensor_parallel_size`` is above 1; by
+                default that of the configuration, else the model's own plan. See docs/tensor_parallel.md.
 
         Returns:
             ``model`` itself.
@@ -232,6 +297,8 @@ class TrainingStrategy:
         Raises:
             MeshError, ShardError: on every rank; see `build_mesh` and `shard_model`.
             CheckpointError: on every rank: the weights of a model on the meta device cannot be loaded.
+            SequenceError: on every rank: ``sequence_parallel_size`` is above 1, and the sequences of a model that is
+                trained cannot be split.
         """
         if model is None:
             return model
@@ -243,8 +310,8 @@ class TrainingStrategy:
         settings = self._plan_settings(model, config, is_training, shard_size, reshard_after_forward)
         shard_model(
             model,
-            build_mesh(settings.pop("shard_size")),
-            **settings,
+            build_mesh(settings.pop("shard_size"), tensor_parallel_size=settings.pop("tensor_parallel_size")),
+            **settings | ({} if tensor_parallel_plan is None else {"tensor_parallel_plan": tensor_parallel_plan}),
             prefetch_depth=config.prefetch_depth,
             compile_blocks=config.compile_blocks,
             forward_methods=config.forward_methods,
@@ -252,7 +319,30 @@ class TrainingStrategy:
         )
         if has_uninitialised_tensors(model):
             load_pretrained(model)
+        if self.sp_size > 1:
+            prepare_for_split(model, self.sp_group, is_training=is_training)
         return model
+
+    @collective
+    def shard_sequence(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return this rank's part of a batch, as keyword arguments of a prepared model; collective.
+
+        All ranks that share sequences must be given the same full batch. Without sequence parallelism, this is the
+        batch itself. Other arguments, the result and errors are those of the free function `shard_sequence`. The mean
+        over all ranks of the model's loss is the loss of the full batches::
+
+            loss = model(**strategy.shard_sequence(batch)).loss
+            strategy.backward(loss, model, optimizer)
+
+        Raises:
+            SequenceError: on every rank: the batch has no sequences, or differs between ranks that share sequences.
+        """
+        self._check_open()
+        if self.sp_size == 1:
+            return dict(batch)
+        with all_or_none("split sequences", SequenceError):
+            check_same_batch(batch, self.sp_group)
+            return shard_sequence(batch, self.sp_group)
 
     def explain(
         self,
@@ -312,7 +402,8 @@ class TrainingStrategy:
         if shard_size is _UNSET:
             shard_size = config.shard_size
         if shard_size == "auto":
-            shard_size = auto_shard_size(parameter_count(model), is_training=is_training, world_size=self.world_size)
+            world_size = self.world_size // self.tp_size
+            shard_size = auto_shard_size(parameter_count(model), is_training=is_training, world_size=world_size)
         return {
             "is_training": is_training,
             "shard_size": shard_size,
@@ -330,6 +421,9 @@ class TrainingStrategy:
             ),
             "cpu_offload": config.cpu_offload,
             "activation_checkpointing": config.activation_checkpointing,
+            "tensor_parallel_size": self.tp_size,
+            "tensor_parallel_plan": config.tensor_parallel_plan,
+            "expert_parallel_size": config.expert_parallel_size,
         }
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
@@ -665,8 +759,8 @@ class TrainingStrategy:
             optimizer: by default the one that ``create_optimizer`` made, or that was stepped last, for this model.
             scheduler: by default the one that was created for that optimizer or stepped with it.
             load_module_strict: raise if tensor names in the checkpoint and in the model differ.
-            load_optimizer_states: restore the optimizer's state. It is an error if the checkpoint has it, and a model
-                that was prepared for training has no optimizer yet.
+            load_optimizer_states: restore the optimizer's state and the loss scale of float16. It is an error if the
+                checkpoint has an optimizer's state, and a model that was prepared for training has no optimizer yet.
             load_lr_scheduler_states: restore the schedule's state. It is an error if the checkpoint has it, and a model
                 that was prepared for training has no schedule yet.
             ema: an `EMA` to restore; or a ``model_ema`` of `moving_average`: its averages are restored, then copied
@@ -712,7 +806,7 @@ class TrainingStrategy:
             created = state.created_scheduler[0]
             state.created_scheduler = (created, created.last_epoch, loaded.step)
         state.averaged_steps.clear()
-        if own.scale is not None and loaded.loss_scale:
+        if own.scale is not None and loaded.loss_scale and load_optimizer_states:
             own.scale = LossScale(**loaded.loss_scale)
         if averages is not None and isinstance(ema, nn.Module):
             averages.copy_to(ema)

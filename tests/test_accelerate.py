@@ -109,6 +109,16 @@ CONFIGURES = [
     (parallel(dp_shard_size=4, dp_replicate_size=2), {"shard_size": 4}),
     (parallel(dp_shard_size=1, dp_replicate_size=1), {}),
     (parallel(tp_size=1, cp_size=1, sp_size=1, cp_comm_strategy="allgather", cp_backend="torch"), {}),
+    (parallel(sp_size=2), {"shard_size": 2, "sequence_parallel_size": 2}),
+    (parallel(dp_shard_size=4, sp_size=2), {"shard_size": 8, "sequence_parallel_size": 2}),
+    (parallel(dp_replicate_size=2, cp_size=4), {"shard_size": 4, "sequence_parallel_size": 4}),
+    ({**parallel(sp_size=2), "distributed_type": "MULTI_GPU"}, {"shard_size": 1, "reshard_after_forward": False}),
+    (parallel(tp_size=2), {"tensor_parallel_size": 2}),
+    (parallel(dp_shard_size=4, tp_size=2), {"shard_size": 4, "tensor_parallel_size": 2}),
+    (
+        {**fsdp(fsdp_sharding_strategy=4), **parallel(tp_size=2), "num_machines": 2, "num_processes": 16},
+        {"shard_size": 4, "tensor_parallel_size": 2},
+    ),
     (parallel(sp_backend="deepspeed", sp_seq_length=3, sp_seq_length_is_variable=True, sp_attn_implementation="x"), {}),
     (
         {
@@ -172,7 +182,7 @@ REFUSED = [
     ("mixed_precision", "fp8", "expected one of NO, BF16, FP16. Use bf16"),
     *((name, value, "not supported: leave it out") for name in UNSUPPORTED for value in (True, "x", {"key": 1})),
     ("fsdp_activation_checkpointing_offload", True, "set it to false"),
-    *((f"parallelism_config_{name}_size", 2, "set it to 1") for name in ("tp", "cp", "sp")),
+    ("parallelism_config_tp_size", "two", "expected an integer"),
     # values that accelerate does not take, either
     ("mixed_precision", "bf32", "expected one of NO, BF16, FP16"),
     ("fsdp_offload_params", "maybe", "expected true or false"),
@@ -281,8 +291,14 @@ def test_unknown_keys_are_refused_all_at_once(tmp_path):
         ({**FSDP, "fsdp_config": "x"}, "fsdp_config is 'x', expected a mapping"),
         (fsdp(fsdp_sharding_strategy=1, fsdp_reshard_after_forward="NO_SHARD"), "expected one strategy"),
         (parallel(dp_replicate_size=2), "dp_replicate_size is 2"),
+        (parallel(sp_size=2, cp_size=4), "sp_size is 2 and .*_cp_size is 4, expected 1 for one of them"),
         ({**fsdp(fsdp_sharding_strategy=4), "num_machines": 2}, "num_processes is missing on 2 machines"),
         ({**fsdp(fsdp_sharding_strategy=4), "num_machines": 2, "num_processes": 3}, "num_processes is 3 on 2"),
+        (
+            {**fsdp(fsdp_sharding_strategy=4), **parallel(tp_size=3), "num_machines": 2, "num_processes": 16},
+            "tp_size is 3, and there are 8 processes on a machine",
+        ),
+        (parallel(tp_size=2, sp_size=2), "tensor_parallel_size is 2, expected 1 with sequence_parallel_size above 1"),
         ("- 1\n", "expected a mapping"),
         ("distributed_type: FSDP\n1: 2\n", "1 is 2, which is not supported"),
         ("a: [", "is not YAML"),

@@ -22,7 +22,7 @@ import harness
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "benchmarks"
 NEEDS = {"lerobot": ("av", "pyarrow"), "trainer": ("accelerate",)}
-DRAWN = {"checkpoint", "logprob", "rollout", "scale", "stall", "step", "weights"}
+DRAWN = {"checkpoint", "grpo_bytes", "logprob", "rollout", "scale", "stall", "step", "weights"}
 BENCHMARKS = sorted({path.stem for path in SCRIPTS.glob("*.py")} - {"bare", "harness"} - {"gpu"})
 """All scripts but the two modules that they share, and gpu.py, which has a test file of its own."""
 

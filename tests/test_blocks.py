@@ -310,6 +310,22 @@ def test_a_strategy_explains_what_prepare_model_then_does(name, is_training):
     strategy.close()
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("is_training", [True, False])
+def test_the_head_stays_gathered_only_for_the_backward_that_follows(is_training):
+    strategy = FSDPV2Strategy(config=StrategyConfig())
+    model = strategy.prepare_model(build("llama"), is_training)
+    head = model.lm_head
+    for with_gradients in (True, False, True):
+        with torch.set_grad_enabled(with_gradients):
+            loss = model(input_ids=torch.arange(6)[None]).logits.float().mean()
+        assert isinstance(head.weight, DTensor) != (is_training and with_gradients)
+        if is_training and with_gradients:
+            loss.backward()
+        assert isinstance(head.weight, DTensor)
+    strategy.close()
+
+
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("arguments", [(True, -1, 2), (True, 2, False), (False, 4, 2), (False,), ()])
 def test_explain_takes_the_arguments_of_prepare_model(arguments):

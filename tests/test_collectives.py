@@ -22,7 +22,7 @@ def hand_written(model, mesh):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     if model.lm_head.weight is not model.model.embed_tokens.weight:
         fully_shard(model.model.embed_tokens, mesh=mesh, mp_policy=policy)
-        fully_shard(model.lm_head, mesh=mesh, mp_policy=policy)
+        fully_shard(model.lm_head, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 

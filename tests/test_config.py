@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 
-from fsdp2_strategy import ConfigError, FSDPV2Strategy, StrategyConfig
+from fsdp2_strategy import ArgumentError, ConfigError, FSDPV2Strategy, StrategyConfig
 
 
 def test_defaults_are_valid_and_frozen():
@@ -36,6 +36,8 @@ def test_defaults_are_valid_and_frozen():
         ("compile_blocks", 3, "backend"),
         ("prefetch_depth", 0, "at least 1"),
         ("ignored_modules", "vision", r"ignored_modules: \[vision\]"),
+        ("sequence_parallel_size", 0, "at least 1"),
+        ("sequence_parallel_size", "2", "at least 1"),
         ("shard_size", 0, "-1 or auto"),
         ("shard_size", "all", "-1 or auto"),
         ("shard_size", True, "-1 or auto"),
@@ -51,6 +53,11 @@ def test_an_error_names_field_value_and_fix(field, value, expected):
         StrategyConfig(**{field: value})
     assert field in str(caught.value)
     assert repr(value) in str(caught.value)
+
+
+def test_a_field_as_an_argument_of_the_strategy_is_an_error_that_says_where_it_belongs():
+    with pytest.raises(ArgumentError, match=r"'timeout_minutes' .*Pass config=StrategyConfig\(timeout_minutes=…\)"):
+        FSDPV2Strategy(seed=1, timeout_minutes=5)
 
 
 def test_yaml_is_read_and_unknown_keys_are_refused(tmp_path):
@@ -85,6 +92,73 @@ def test_a_trainers_namespace_keeps_its_own_keys():
     args.max_norm = "high"
     with pytest.raises(ConfigError, match="max_norm is 'high'"):
         StrategyConfig.from_args(args)
+
+
+SEQUENCE_NAMES = ("sequence_parallel_size", "sp_size", "ulysses_sequence_parallel_size")
+
+
+@pytest.mark.parametrize("name", SEQUENCE_NAMES)
+def test_a_sequence_parallel_size_has_three_names_in_a_trainers_namespace(name):
+    assert StrategyConfig.from_args({name: 2}).sequence_parallel_size == 2
+    assert StrategyConfig.from_mapping({name: 2}).sequence_parallel_size == 2
+    for value in (None, 0, 1):
+        assert StrategyConfig.from_args({name: value}) == StrategyConfig()
+    others = {other: value for other, value in zip(SEQUENCE_NAMES, (1, 0, None), strict=True) if other != name}
+    assert StrategyConfig.from_args({**others, name: 4}).sequence_parallel_size == 4, "defaults of a parser give way"
+    with pytest.raises(ConfigError, match=f"{name} is '2', expected" if name == SEQUENCE_NAMES[0] else "is '2'"):
+        StrategyConfig.from_args({name: "2"})
+
+
+def test_two_sequence_parallel_sizes_must_agree():
+    assert StrategyConfig.from_args({"sequence_parallel_size": 2, "sp_size": 2}).sequence_parallel_size == 2
+    with pytest.raises(ConfigError, match="sequence_parallel_size is 2 and sp_size is 4, expected one value"):
+        StrategyConfig.from_args({"sequence_parallel_size": 2, "sp_size": 4})
+
+
+@pytest.mark.parametrize("name", ["cp_size", "context_parallel_size", "ring_attn_size", "pp_size"])
+def test_other_kinds_of_parallelism_are_refused(name):
+    assert StrategyConfig.from_args({name: 1}) == StrategyConfig()
+    with pytest.raises(ConfigError, match=f"{name} is 2, expected None or 0 or 1"):
+        StrategyConfig.from_args({name: 2})
+
+
+@pytest.mark.parametrize(("name", "alias"), [("tensor_parallel_size", "tp_size"), ("expert_parallel_size", "ep_size")])
+def test_a_parallel_size_has_a_short_name(name, alias):
+    for value in (None, 0, 1):
+        assert StrategyConfig.from_args({alias: value}) == StrategyConfig()
+    if name == "tensor_parallel_size":
+        assert StrategyConfig.from_args({alias: 2}).tensor_parallel_size == 2
+        assert StrategyConfig.from_mapping({alias: 2, name: 1}).tensor_parallel_size == 2
+    with pytest.raises(ConfigError, match=f"{name} is 2 and {alias} is 4, expected one value"):
+        StrategyConfig.from_args({name: 2, alias: 4})
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"expert_parallel_size": 2, "sequence_parallel_size": 2},
+            "expert_parallel_size is 2, expected 1 with sequence_parallel_size above 1",
+        ),
+        (
+            {"expert_parallel_size": 2, "compile_blocks": True},
+            "expert_parallel_size is 2, expected 1 with compile_blocks",
+        ),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0, expected an integer of at least 1"),
+        (
+            {"tensor_parallel_size": 2, "sequence_parallel_size": 2},
+            "is 2, expected 1 with sequence_parallel_size above",
+        ),
+        ({"tensor_parallel_size": 2, "compile_blocks": True}, "is 2, expected 1 with compile_blocks"),
+        ({"tensor_parallel_size": 2, "mixed_mm_data": "replicate"}, "is 2, expected 1 with mixed_mm_data='replicate'"),
+        ({"tensor_parallel_plan": ["up"]}, "tensor_parallel_plan is .*, expected a mapping of names to styles"),
+        ({"tensor_parallel_plan": {"up": 1}}, "tensor_parallel_plan is .*, expected a mapping of names to styles"),
+    ],
+    ids=str,
+)
+def test_what_does_not_combine_with_ranks_that_share_layers_is_refused(options, says):
+    with pytest.raises(ConfigError, match=says):
+        StrategyConfig(**options)
 
 
 def test_a_pattern_that_is_no_regular_expression_is_refused():
@@ -129,3 +203,6 @@ def test_batch_sizes_that_do_not_divide_are_refused_on_every_rank():
         FSDPV2Strategy(micro_train_batch_size=2, train_batch_size=6)
     with pytest.raises(ValueError, match="train_batch_size is 1"):
         FSDPV2Strategy(train_batch_size=1)
+    assert FSDPV2Strategy(args={"sp_size": 2}, train_batch_size=3).accumulated_gradient == 3
+    with pytest.raises(ConfigError, match=r"expected 3, .* 1 samples on each of 1 groups of 2 ranks"):
+        FSDPV2Strategy(args={"sp_size": 2}, train_batch_size=3, gradient_accumulation_steps=2)

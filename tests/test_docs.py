@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 
 import pytest
+from helpers.versions import needs_split_layers
 
 import fsdp2_strategy
 from fsdp2_strategy import StrategyConfig
@@ -51,6 +52,24 @@ def test_the_code_of_a_page_runs(page, tmp_path):
     assert found, "a page that is listed here has code"
     for snippet in found:
         exec(compile(snippet, page, "exec"), names)
+
+
+@pytest.mark.ranks(2)
+def test_the_first_program_of_the_page_on_rollouts_runs():
+    names = {}
+    exec(compile(snippets(ROOT / "docs" / "rollout.md")[0], "rollout.md", "exec"), names)
+    update, agreement = names["update"], names["agreement"]
+    assert agreement.agrees and not update.is_full and 0 < update.sent_bytes < update.full_bytes
+
+
+@pytest.mark.ranks(2)
+@needs_split_layers
+def test_the_code_of_the_page_on_split_layers_runs():
+    names = {}
+    for snippet in snippets(ROOT / "docs" / "tensor_parallel.md"):
+        exec(compile(snippet, "tensor_parallel.md", "exec"), names)
+    assert names["result"].stepped
+    assert names["policy"].blocks[0].down.weight.to_local().shape == (8, 16)
 
 
 @pytest.mark.ranks(2)

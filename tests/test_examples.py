@@ -71,6 +71,8 @@ def experience(rank):
     batch["advantages"] = torch.randn(4, generator=random, dtype=torch.float64)
     for name in ("old_log_probs", "reference_log_probs"):
         batch[name] = -2.6 + 0.3 * torch.randn(4, task.ANSWER, generator=random, dtype=torch.float64)
+    noise = 0.8 * torch.randn(4, task.ANSWER, generator=random, dtype=torch.float64)
+    batch["engine_log_probs"] = (batch["old_log_probs"] + noise).clamp(max=0)
     return batch
 
 
@@ -96,11 +98,15 @@ def test_each_token_weighs_the_same_on_whatever_rank_and_in_whatever_micro_batch
     assert (ratio != bounded)[mask].any() and (ratio == bounded)[mask].any()
     advantages = together["advantages"][:, None]
     gain = torch.minimum(ratio * advantages, bounded * advantages)
+    of_engine = together["old_log_probs"] - together["engine_log_probs"]
+    assert (of_engine.exp() > args.importance_cap)[mask].any()
     behind = together["reference_log_probs"] - log_probs
-    per_token = args.init_kl_coef * (behind.exp() - 1 - behind) - gain
+    per_token = args.init_kl_coef * (behind.exp() - 1 - behind) - of_engine.exp().clamp(max=args.importance_cap) * gain
     loss = (per_token * mask).sum() / mask.sum()
     loss.backward()
     assert (metrics["loss"], metrics["tokens"]) == (pytest.approx(loss.item(), rel=1e-12), int(mask.sum()))
+    assert metrics["engine_difference"] == pytest.approx(of_engine[mask].abs().mean().item(), rel=1e-12)
+    assert 0 < metrics["importance_share_limited"] < 1
     expected = {name: (p - p.grad).detach() for name, p in named_parameters(whole).items()}
     assert_parameters_close(full_parameters(model), expected, 1e-12)
 
@@ -122,6 +128,8 @@ def test_grpo_goes_on_where_it_was_to_the_last_bit(tmp_path):
     assert [entry["step"] for entry in undisturbed] == [1, 2, 3, 4]
     assert all(entry["loss"] != 0 and entry["grad_norm"] > 0 for entry in undisturbed)
     assert undisturbed[0]["kl"] < undisturbed[3]["kl"]
+    assert all(0 < entry["engine_difference_largest"] < 1e-4 for entry in undisturbed)
+    assert all(entry["importance_weight"] == pytest.approx(1, abs=1e-4) for entry in undisturbed)
     run_grpo(tmp_path / "stopped", tmp_path / "policy", "--stop-at", "3")
     resumed = run_grpo(tmp_path / "stopped", tmp_path / "policy")
     assert [entry["step"] for entry in resumed] == [1, 2, 3, 3, 4]
@@ -130,6 +138,25 @@ def test_grpo_goes_on_where_it_was_to_the_last_bit(tmp_path):
     exported = [LlamaForCausalLM.from_pretrained(tmp_path / run / "export") for run in ("undisturbed", "stopped")]
     for one, other in zip(*(model.parameters() for model in exported), strict=True):
         assert torch.equal(one, other)
+
+
+def run_ten_steps(folder, policy, sp):
+    run_grpo(folder, policy, "--steps", "10", "--sequence-parallel-size", str(sp), "--warm-start-steps", "30")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("data_parallel", [1, 2])
+def test_grpo_with_split_sequences_has_the_rewards_and_losses_of_full_ones(run_on, tmp_path, data_parallel):
+    logs = []
+    for sp in (1, 2):
+        run_on(data_parallel * sp, run_ten_steps, folder=tmp_path / str(sp), policy=tmp_path / "policy", sp=sp)
+        logs.append(grpo.read_log(tmp_path / str(sp)))
+    for full, split in zip(*logs, strict=True):
+        assert all(split[name] == full[name] for name in ("step", "reward", "tokens")), split
+        # The loss is a mean of advantages, whose sum is near 0.
+        assert all(split[name] == pytest.approx(full[name], rel=1e-5, abs=1e-6) for name in ("loss", "kl", "grad_norm"))
+    assert [entry["step"] for entry in logs[1]] == list(range(1, 11))
+    assert len({entry["reward"] for entry in logs[1]}) > 3
 
 
 # --- ppo -------------------------------------------------------------------------------------------------------------

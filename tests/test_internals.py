@@ -135,6 +135,7 @@ def test_what_is_read_of_torchs_objects_is_there_in_this_version():
         "tensor": distribute_tensor(torch.zeros(4), mesh),
         "source": distribute_tensor(torch.zeros(4), mesh),
         "group": mesh.get_group(),
+        "mesh": mesh,
         "optimizer": optimizer,
         "loader": torch.utils.data.DataLoader([1]),
     }

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import pytest
 import torch.distributed as dist
 from helpers.mistakes import MISTAKES, page
+from helpers.worlds import some
 
 PAGE = Path(__file__).parent.parent / "docs" / "troubleshooting.md"
 
@@ -41,6 +42,9 @@ def make(name, folder):
 
 def lose_a_rank(name, folder):
     """Make a mistake on this rank; on rank 0, compare the note to torch's error with the table."""
+    (folder / f"imported{os.environ['RANK']}").touch()
+    while len(list(folder.glob("imported*"))) < 2:  # imports may take longer than the time-out
+        time.sleep(0.05)
     entry, begin = MISTAKES[name], time.monotonic()
     if os.environ["RANK"] != "0":
         entry.make(folder)
@@ -49,11 +53,14 @@ def lose_a_rank(name, folder):
         entry.make(folder)
     text = "\n".join([str(caught.value), *caught.value.__notes__])
     assert entry.message in text, text
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 30  # the time-out is 5 seconds; the rest is for a busy machine
     print("heard")  # noqa: T201
 
 
-@pytest.mark.parametrize("name", [name for name, entry in MISTAKES.items() if entry.loses_a_rank])
+LOST = [name for name, entry in MISTAKES.items() if entry.loses_a_rank]
+
+
+@pytest.mark.parametrize("name", some(LOST, ["an_error_in_the_program_of_one_rank"]))
 def test_a_rank_that_waits_alone_hears_which_ranks_are_missing(name, tmp_path):
     """In processes of their own, because the process group is lost."""
     with socket.socket() as free:

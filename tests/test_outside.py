@@ -41,7 +41,14 @@ from fsdp2_strategy.distributed.agreement import all_or_none, to_rank_0
 from fsdp2_strategy.distributed.process_group import group_in_use, rank, world_size
 from fsdp2_strategy.errors import MeshError, RolloutError, ShardError
 from fsdp2_strategy.model.ranks import on_ranks_of
-from fsdp2_strategy.rollout import RemoteEngine, TransformersEngine, serve, stream_weights, weight_checksums
+from fsdp2_strategy.rollout import (
+    RemoteEngine,
+    TransformersEngine,
+    listen_at_free_port,
+    serve,
+    stream_weights,
+    weight_checksums,
+)
 from fsdp2_strategy.rollout import connection as connection_module
 from fsdp2_strategy.rollout import remote as remote_module
 from fsdp2_strategy.rollout.connection import Connection
@@ -371,6 +378,10 @@ def test_the_third_rank_of_a_group_serves_what_two_train():
     with FSDPV2Strategy(args=args, process_group=group) as strategy:
         actor = strategy.prepare_model(build(name), is_training=True)
         optimizer = strategy.create_optimizer(actor, **OPTIONS)
+        with pytest.raises(RolloutError, match="remote_engine_rank is 1, and ranks 0, 1 train the actor"):
+            strategy.setup_inference_engine({"remote_engine_rank": 1}, "remote", actor)
+        with pytest.raises(RolloutError, match="args has neither remote_engine_address nor remote_engine_rank"):
+            strategy.setup_inference_engine({"remote_engine_rnak": 2}, "remote", actor)
         strategy.setup_inference_engine(None, "remote", actor)
         if strategy.is_rank_0():
             assert strategy.inference_engine.is_asleep
@@ -518,7 +529,7 @@ def connect_and_die(address):
 
 def knock_and_die(address):
     host, _, port = address.rpartition(":")
-    socket.create_connection((host, int(port))).sendall(b"fsdp2 trainer 03")
+    socket.create_connection((host, int(port))).sendall(b"fsdp2 trainer 04")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -829,8 +840,8 @@ def test_a_greeting_that_is_wrong_or_incomplete_leaves_the_server_to_the_next():
     strangers = []
     for said in (
         b"GET / HTTP/1.1" + bytes(40),
-        b"fsdp2 trainer 03" + bytes(16) + b"x",
-        b"fsdp2 trainer 03" + bytes(16) + b"r",
+        b"fsdp2 trainer 04" + bytes(16) + b"x",
+        b"fsdp2 trainer 04" + bytes(16) + b"r",
     ):
         strangers.append(socket.create_connection((host, int(port))))
         strangers[-1].sendall(said)
@@ -951,6 +962,12 @@ def test_the_next_weights_are_received_while_the_engine_uses_one_and_no_more_tha
     assert seen == [(min(i + 3, count), True) for i in range(count)]
 
 
+@pytest.mark.parametrize("address", ["host", 29600, "http://host:29600"])
+def test_an_address_of_another_form_is_an_error(address):
+    with pytest.raises(RolloutError, match=f"address is {address!r}, expected 'host:port', such as"):
+        RemoteEngine(address)
+
+
 def test_what_serves_at_an_address_listens_there_alone():
     with served(Keeper()) as end, pytest.raises(ConnectionRefusedError):
         host, port = end._where.split(":")
@@ -966,6 +983,24 @@ def test_the_engine_is_free_when_its_trainers_end_is_dropped():
     gc.collect()
     thread.join(10)
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "::1"])
+def test_an_address_at_a_free_port_is_known_before_it_is_served_at(host):
+    if host == "::1" and not socket.has_dualstack_ipv6():
+        pytest.skip("no IPv6 here")
+    addresses = [listen_at_free_port(host) for _ in range(3)]
+    assert len(set(addresses)) == 3
+    for address in addresses:
+        thread = threading.Thread(target=lambda: (time.sleep(0.2), serve(Keeper(), address)))  # noqa: B023
+        thread.start()
+        end = RemoteEngine(address, timeout_seconds=5)
+        assert end.generate(1) == [(1,), {}]
+        end.close()
+        thread.join(10)
+        assert not thread.is_alive()
+    with pytest.raises(RolloutError, match=r"cannot serve at 203\.0\.113\.1: .* an address of this host"):
+        listen_at_free_port("203.0.113.1")
 
 
 def test_where_nobody_serves_and_what_is_no_place_is_an_error_that_says_so():

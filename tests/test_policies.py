@@ -142,7 +142,7 @@ def assert_resumes_to_the_bit(strategy, name, model, optimizer, other, other_opt
     assert all(torch.equal(expected[n], found[n]) for n in expected)
 
 
-@pytest.mark.parametrize(("world", "name"), matrix((1, 2, 3), CASES, usual=("smolvla", "act")))
+@pytest.mark.parametrize(("world", "name"), matrix((1, 2, 3), CASES, usual=("smolvla",)))
 def test_a_policy_trains_with_parity_comes_out_as_its_own_class_and_resumes_to_the_bit(world, name, tmp_path):
     """Parity on one rank, two and three; the rest, which other tests hold on any number of ranks, on three."""
     model = build(name)

@@ -34,6 +34,7 @@ from fsdp2_strategy import (
     OptimizerError,
     ShardError,
     StepError,
+    StrategyConfig,
     list_checkpoints,
 )
 from fsdp2_strategy.data import ResumableLoader
@@ -748,6 +749,8 @@ def test_what_cannot_be_done_is_said_on_every_rank(tmp_path):
         (ConfigError, {"max_steps": 0}),
         (ConfigError, {"epochs": 0}),
         (ConfigError, {"global_batch_size": 7}),
+        (ConfigError, {"config": StrategyConfig(sequence_parallel_size=2)}),
+        (ConfigError, {"config": StrategyConfig(tensor_parallel_size=2)}),
         (OptimizerError, {"lr_scheduler_type": "linear-warmup"}),
     ):
         with pytest.raises(error, match="expected"):

@@ -115,11 +115,23 @@ def _sharding(used: Mapping[str, Any]) -> dict[str, Any]:
             "strategy. Leave one of them out."
         )
     reshards = reshard if isinstance(reshard, bool) else reshard in ("FULL_SHARD", "HYBRID_SHARD")
-    return {"shard_size": _shard_size(used, strategy), "reshard_after_forward": reshards}
+    sharding = {"shard_size": _shard_size(used, strategy), "reshard_after_forward": reshards}
+    return sharding | {"sequence_parallel_size": _sequence_parallel_size(used)}
+
+
+def _sequence_parallel_size(used: Mapping[str, Any]) -> int:
+    sizes = {axis: int(used.get(f"parallelism_config_{axis}_size", 1)) for axis in ("sp", "cp")}
+    if min(sizes.values()) > 1:
+        raise _InvalidError(
+            f"parallelism_config_sp_size is {sizes['sp']} and parallelism_config_cp_size is {sizes['cp']}, expected 1 "
+            "for one of them, because both split sequences. Multiply them, and set only parallelism_config_sp_size."
+        )
+    return max(sizes.values())
 
 
 def _shard_size(used: Mapping[str, Any], strategy: str | None) -> int:
-    size = used.get("parallelism_config_dp_shard_size", 1)
+    # accelerate, too, splits parameters over the ranks that share sequences.
+    size = used.get("parallelism_config_dp_shard_size", 1) * _sequence_parallel_size(used)
     replicas = used.get("parallelism_config_dp_replicate_size", 1)
     if size > 1:
         return int(size)
@@ -144,7 +156,14 @@ def _ranks_of_a_machine(used: Mapping[str, Any]) -> int:
             "the number of machines, because HYBRID_SHARD shards over the ranks of one machine. Set num_processes, or "
             "parallelism_config_dp_shard_size."
         )
-    return int(processes // machines)
+    layers = int(used.get("parallelism_config_tp_size", 1))
+    if (processes // machines) % layers:
+        raise _InvalidError(
+            f"parallelism_config_tp_size is {layers}, and there are {processes // machines} processes on a machine, "
+            "expected a divisor of this number, because HYBRID_SHARD shards over the ranks of one machine. Change "
+            "parallelism_config_tp_size."
+        )
+    return int(processes // machines // layers)
 
 
 def _units(used: Mapping[str, Any]) -> dict[str, Any]:

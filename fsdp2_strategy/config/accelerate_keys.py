@@ -149,8 +149,7 @@ _PREFETCH = Key(
     info_values=("BACKWARD_PRE",),
     warning_values=("BACKWARD_POST", "NO_PREFETCH"),
 )
-_UNUSED_AXIS = Key("refused", "Only data parallelism is supported: set it to 1.", choice("1"))
-_OPTION_OF_UNUSED_AXIS = Key("launcher", "nothing, because the size of its axis must be 1")
+_OPTION_OF_SEQUENCES = Key("replaced", "nothing; `shard_sequence` takes sequences of any length, for any attention")
 
 TOP: Mapping[str, Key] = {
     "compute_environment": Key(
@@ -287,17 +286,27 @@ DYNAMO: Mapping[str, Key] = {
 }
 
 PARALLELISM: Mapping[str, Key] = {
-    "parallelism_config_dp_shard_size": Key("configures", "`shard_size`, if it is more than 1", integer),
-    "parallelism_config_dp_replicate_size": Key(
-        "configures", "nothing; the number of replicas is the number of ranks / `shard_size`", integer
+    "parallelism_config_dp_shard_size": Key(
+        "configures", "`shard_size`, multiplied by the sequence-parallel size, if the product is more than 1", integer
     ),
-    **dict.fromkeys((f"parallelism_config_{axis}_size" for axis in ("tp", "cp", "sp")), _UNUSED_AXIS),
-    "parallelism_config_cp_backend": _OPTION_OF_UNUSED_AXIS,
-    "parallelism_config_cp_comm_strategy": _OPTION_OF_UNUSED_AXIS,
-    "parallelism_config_sp_backend": _OPTION_OF_UNUSED_AXIS,
-    "parallelism_config_sp_seq_length": _OPTION_OF_UNUSED_AXIS,
-    "parallelism_config_sp_seq_length_is_variable": _OPTION_OF_UNUSED_AXIS,
-    "parallelism_config_sp_attn_implementation": _OPTION_OF_UNUSED_AXIS,
+    "parallelism_config_dp_replicate_size": Key(
+        "configures",
+        "nothing; the number of replicas is the number of ranks / (`shard_size` x `tensor_parallel_size`)",
+        integer,
+    ),
+    "parallelism_config_tp_size": Key("configures", "`tensor_parallel_size`", integer, sets="tensor_parallel_size"),
+    "parallelism_config_cp_size": Key(
+        "configures",
+        "`sequence_parallel_size`; attention exchanges heads between the ranks, not keys in a ring",
+        integer,
+    ),
+    "parallelism_config_sp_size": Key("configures", "`sequence_parallel_size`", integer),
+    "parallelism_config_cp_backend": _OPTION_OF_SEQUENCES,
+    "parallelism_config_cp_comm_strategy": _OPTION_OF_SEQUENCES,
+    "parallelism_config_sp_backend": _OPTION_OF_SEQUENCES,
+    "parallelism_config_sp_seq_length": _OPTION_OF_SEQUENCES,
+    "parallelism_config_sp_seq_length_is_variable": _OPTION_OF_SEQUENCES,
+    "parallelism_config_sp_attn_implementation": _OPTION_OF_SEQUENCES,
 }
 
 SECTIONS: Mapping[str, tuple[str, Mapping[str, Key]]] = {

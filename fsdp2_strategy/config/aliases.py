@@ -14,26 +14,33 @@ import yaml
 
 from fsdp2_strategy.errors import ConfigError
 
-_ALIASES = {"fsdp_cpu_offload": "cpu_offload", "max_grad_norm": "max_norm"}
+_ALIASES = {
+    "fsdp_cpu_offload": "cpu_offload",
+    "max_grad_norm": "max_norm",
+    "sp_size": "sequence_parallel_size",
+    "ulysses_sequence_parallel_size": "sequence_parallel_size",
+    "tp_size": "tensor_parallel_size",
+    "ep_size": "expert_parallel_size",
+}
 """Other names of fields."""
 
 _SIZE_ONE: tuple[object, ...] = (None, 0, 1)
+_PARALLEL_SIZES = ("sequence_parallel_size", "tensor_parallel_size", "expert_parallel_size")
+_NOT_GIVEN: dict[str, tuple[object, ...]] = dict.fromkeys(_PARALLEL_SIZES, _SIZE_ONE)
+"""Values in trainers' arguments that mean the default, besides None: trainers have several names of one size."""
+
+_ONE_VALUE = ("max_norm", *_PARALLEL_SIZES)
+"""Fields whose names must not contradict each other."""
+
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    "sp_size": _SIZE_ONE,
-    "sequence_parallel_size": _SIZE_ONE,
-    "ulysses_sequence_parallel_size": _SIZE_ONE,
     "ring_attn_size": _SIZE_ONE,
     "cp_size": _SIZE_ONE,
     "context_parallel_size": _SIZE_ONE,
-    "tp_size": _SIZE_ONE,
-    "tensor_parallel_size": _SIZE_ONE,
     "tensor_model_parallel_size": _SIZE_ONE,
     "ds_tensor_parallel_size": _SIZE_ONE,
     "pp_size": _SIZE_ONE,
     "pipeline_parallel_size": _SIZE_ONE,
     "pipeline_model_parallel_size": _SIZE_ONE,
-    "ep_size": _SIZE_ONE,
-    "expert_parallel_size": _SIZE_ONE,
     "expert_model_parallel_size": _SIZE_ONE,
     "grad_accum_dtype": (None, "fp32", "float32"),
 }
@@ -43,11 +50,12 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 def split_arguments(args: object, fields: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split a trainer's namespace or mapping into the values of ``fields`` and all other values.
 
-    A field whose value is None is omitted, because argparse stores None for an option that is not given.
+    A field whose value is None is omitted, because argparse stores None for an option that is not given. So is a
+    ``sequence_parallel_size``, ``tensor_parallel_size`` or ``expert_parallel_size`` of 0.
 
     Raises:
-        ConfigError: ``args`` is neither a namespace nor a mapping; ``max_norm`` and ``max_grad_norm`` differ; or a name
-            requests a capability that this package lacks.
+        ConfigError: ``args`` is neither a namespace nor a mapping; two names of one field have different values; or a
+            name requests a capability that this package lacks.
     """
     if not isinstance(args, Mapping) and not hasattr(args, "__dict__"):
         raise ConfigError(
@@ -61,31 +69,37 @@ def split_arguments(args: object, fields: Collection[str]) -> tuple[dict[str, An
                 f"cannot configure: {name} is {given[name]!r}, expected {' or '.join(map(repr, neutral))}, because "
                 "this package does not have this capability. Remove the option."
             )
-    known = {name: value for name, value in resolve_aliases(given).items() if name in fields and value is not None}
+    resolved = resolve_aliases(given)
+    known = {name: value for name, value in resolved.items() if name in fields and not _is_default(name, value)}
     return known, {name: value for name, value in given.items() if name not in fields}
 
 
 def resolve_aliases(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return a mapping in which other names of fields are replaced by the fields' own names.
 
-    ``cpu_offload`` takes precedence over ``fsdp_cpu_offload``.
+    ``cpu_offload`` takes precedence over ``fsdp_cpu_offload``. A parallel size of None, 0 or 1 gives way to another
+    name's size.
 
     Raises:
-        ConfigError: ``max_norm`` and ``max_grad_norm`` are both given, with different values.
+        ConfigError: two names of ``max_norm`` or of one parallel size are given, with different values.
     """
     resolved = dict(given)
     for alias, name in _ALIASES.items():
         value = resolved.pop(alias, None)
         own = resolved.get(name)
-        if value is None or own == value:
+        if _is_default(name, value) or own == value:
             continue
-        if own is None:
+        if _is_default(name, own):
             resolved[name] = value
-        elif name == "max_norm":
+        elif name in _ONE_VALUE:
             raise ConfigError(
                 f"cannot configure: {name} is {own!r} and {alias} is {value!r}, expected one value. Set only {name}."
             )
     return resolved
+
+
+def _is_default(name: str, value: object) -> bool:
+    return value is None or value in _NOT_GIVEN.get(name, ())
 
 
 def read_mapping(path: str | Path) -> Mapping[str, Any]:

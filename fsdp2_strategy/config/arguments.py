@@ -1,7 +1,8 @@
 """Reject unknown keyword arguments of the strategies' methods; accept the earlier names of arguments for one release.
 
 Input: a strategy class, or a function. Output: the same class, whose public methods raise ArgumentError for an unknown
-keyword; the same function, which warns about an earlier name.
+keyword; the same function, which warns about an earlier name. `check_inputs` is for functions that pass further
+keywords on to a model.
 """
 
 from __future__ import annotations
@@ -9,13 +10,20 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, TypeVar
 
-from fsdp2_strategy.errors import ArgumentError, did_you_mean
+from torch import nn
+
+from fsdp2_strategy.config.strategy_config import StrategyConfig
+from fsdp2_strategy.errors import ArgumentError, FSDP2StrategyError, did_you_mean
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
+
+_MISSPELLED = 0.75
+"""Similarity above which a name is a misspelled option; names of inputs of transformers' models reach 0.67."""
 
 
 def check_keywords(cls: type[T]) -> type[T]:
@@ -42,11 +50,43 @@ def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
             keyword = next(keyword for keyword in kwargs if keyword not in known)
             raise ArgumentError(
                 f"cannot call {name}: {keyword!r} is not an argument, expected one of {', '.join(known)}."
-                f"{did_you_mean(keyword, known)}"
+                f"{_as_a_field(keyword, known) or did_you_mean(keyword, known)}"
             )
         return function(*args, **kwargs)
 
     return call
+
+
+def _as_a_field(keyword: str, known: Sequence[str]) -> str:
+    """Return how to pass a keyword that is a field of the configuration, if there is a ``config``; otherwise ""."""
+    if "config" not in known or keyword not in {field.name for field in fields(StrategyConfig)}:
+        return ""
+    return f" It is a field of StrategyConfig. Pass config=StrategyConfig({keyword}=…), or set it in args."
+
+
+def check_inputs(
+    inputs: Mapping[str, Any], options: Sequence[str], model: nn.Module, action: str, error: type[FSDP2StrategyError]
+) -> None:
+    """Raise ``error`` for an input of a model that is probably a misspelled option of the function that passes it on.
+
+    Many models accept any keyword, and ignore those that they do not know. An input is rejected if its name is similar
+    to an option, and the model's forward has no parameter of this name.
+
+    Args:
+        inputs: the keyword arguments that are not options.
+        options: the names of the options.
+        model: the model that gets the inputs.
+        action: the operation, for the message.
+        error: the class of the error.
+    """
+    own = inspect.signature(model.forward).parameters
+    for name in inputs.keys() - own.keys():
+        is_longer = any(name.endswith(f"_{option}") for option in options)  # pixel_attention_mask
+        if not is_longer and (hint := did_you_mean(name, options, least_similarity=_MISSPELLED)):
+            raise error(
+                f"cannot {action}: {name!r} is neither an option of this function nor an argument of the model's "
+                f"forward, expected one of these.{hint}"
+            )
 
 
 def renamed_argument(old: str, new: str) -> Callable[[F], F]:

@@ -46,7 +46,7 @@ class StrategyConfig:
     """Maximum global gradient norm; gradients with a larger norm are scaled down to it; 0 disables clipping."""
 
     micro_train_batch_size: int = 1
-    """Samples of one forward and backward pass of one rank."""
+    """Samples of one forward and backward pass of one rank, or of the ranks that share sequences or layers."""
 
     train_batch_size: int | None = None
     """Samples of one optimizer step over all ranks; None: one micro-batch per rank, no accumulation."""
@@ -94,6 +94,22 @@ class StrategyConfig:
     shard_size: ShardSize = -1
     """Number of ranks that a parameter is split over; -1: all ranks; "auto": all ranks for training, and for inference
     the fewest that a model of this size needs (`auto_shard_size`)."""
+
+    sequence_parallel_size: int = 1
+    """Number of successive ranks that share sequences: each computes a part of their tokens. They must be given equal
+    batches, which `FSDPV2Strategy.shard_sequence` splits. Also called ``sp_size``."""
+
+    tensor_parallel_size: int = 1
+    """Number of successive ranks that share each layer, by the model's own plan; see docs/tensor_parallel.md. They must
+    be given equal batches. Also called ``tp_size``."""
+
+    tensor_parallel_plan: Mapping[str, str] | None = None
+    """How the layers of a model without a plan are split: styles of transformers by names of modules and parameters,
+    with ``*`` for numbers. None: the plan of the model."""
+
+    expert_parallel_size: int = 1
+    """Number of successive ranks among which the experts of a mixture-of-experts model are divided, by the model's own
+    plan; see docs/tensor_parallel.md. Ranks may have different batches. Also called ``ep_size``."""
 
     reshard_after_forward: bool | int = True
     """Free a block's gathered parameters after its forward; an int reshards them over that many ranks instead."""
@@ -164,6 +180,7 @@ class StrategyConfig:
         _check("seed", self.seed, _is_int(self.seed, 0), "an integer of at least 0")
         micro, size, reshard = self.micro_train_batch_size, self.shard_size, self.reshard_after_forward
         _check("micro_train_batch_size", micro, _is_int(micro, 1), "an integer of at least 1")
+        self._check_parallel_sizes()
         for name in ("train_batch_size", "gradient_accumulation_steps", "min_unit_params", "prefetch_depth"):
             value = getattr(self, name)
             _check(name, value, value is None or _is_int(value, 1), "an integer of at least 1, or None")
@@ -183,6 +200,33 @@ class StrategyConfig:
         seconds = self.debug_divergence_seconds
         _check("debug_divergence_seconds", seconds, seconds >= 0, "at least 0", "0 disables the comparison.")
         _check("timeout_minutes", self.timeout_minutes, self.timeout_minutes > 0, "more than 0")
+
+    def _check_parallel_sizes(self) -> None:
+        """Check the numbers of ranks that share sequences, layers or experts, and what does not combine with them."""
+        for name in ("sequence_parallel_size", "tensor_parallel_size", "expert_parallel_size"):
+            _check(name, getattr(self, name), _is_int(getattr(self, name), 1), "an integer of at least 1")
+        sequence, tensor, experts = self.sequence_parallel_size, self.tensor_parallel_size, self.expert_parallel_size
+        is_valid = sequence == 1 or not (self.compile_blocks and self.activation_checkpointing)
+        expected = "1 with compile_blocks and activation_checkpointing, because compiled code recomputes full sequences"
+        _check("sequence_parallel_size", sequence, is_valid, expected, "Leave one of the three out.")
+        for name, is_set in (("sequence_parallel_size above 1", sequence > 1), ("compile_blocks", self.compile_blocks)):
+            is_valid = experts == 1 or not is_set
+            _check("expert_parallel_size", experts, is_valid, f"1 with {name}", "Leave one of them out.")
+        for name, is_set in (
+            ("sequence_parallel_size above 1", sequence > 1),
+            ("compile_blocks", bool(self.compile_blocks)),
+            ("mixed_mm_data='replicate'", self.mixed_mm_data == "replicate"),
+        ):
+            _check(
+                "tensor_parallel_size", tensor, tensor == 1 or not is_set, f"1 with {name}", "Leave one of them out."
+            )
+        plan = self.tensor_parallel_plan
+        if plan is not None:
+            is_valid = isinstance(plan, Mapping) and all(
+                isinstance(each, str) for pair in plan.items() for each in pair
+            )
+            _check("tensor_parallel_plan", plan, is_valid, "a mapping of names to styles, or None")
+            object.__setattr__(self, "tensor_parallel_plan", dict(plan))
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> StrategyConfig:
@@ -231,11 +275,12 @@ class StrategyConfig:
         """Build a configuration from a trainer's namespace or mapping; store names that are not fields in ``extra``.
 
         A value of None means the default. ``fsdp_cpu_offload`` is read as ``cpu_offload``, ``max_grad_norm`` as
-        ``max_norm``.
+        ``max_norm``, ``sp_size`` and ``ulysses_sequence_parallel_size`` as ``sequence_parallel_size``, ``tp_size`` as
+        ``tensor_parallel_size`` and ``ep_size`` as ``expert_parallel_size``. For these sizes, 0 also means the default.
 
         Raises:
             ConfigError: ``args`` is neither a namespace nor a mapping; the value of a field is not valid; or a name
-                requests a capability that this package lacks, such as ``sp_size=2``.
+                requests a capability that this package lacks, such as ``pp_size=2``.
         """
         if isinstance(args, cls):
             return args
@@ -262,32 +307,58 @@ class StrategyConfig:
             return config
         return cls() if args is None else cls.from_args(args)
 
-    def accumulation_steps(self, world_size: int) -> int:
+    def accumulation_steps(self, dp_size: int) -> int:
         """Return the number of micro-batches of one optimizer step.
 
+        Args:
+            dp_size: number of ranks, or of groups of ranks that share sequences or layers.
+
         Raises:
-            ConfigError: ``train_batch_size`` is not a multiple of micro batch size x ``world_size``, or contradicts
+            ConfigError: ``train_batch_size`` is not a multiple of micro batch size x ``dp_size``, or contradicts
                 ``gradient_accumulation_steps``.
         """
         micro, total, steps = self.micro_train_batch_size, self.train_batch_size, self.gradient_accumulation_steps
         if total is None:
             return steps or 1
-        step = micro * world_size
+        step = micro * dp_size
+        of_ranks = self._name_of_ranks()
         if total % step:
             lower = max(total // step, 1) * step
             raise ConfigError(
                 f"cannot accumulate: train_batch_size is {total}, expected a multiple of micro_train_batch_size x "
-                f"ranks = {micro} x {world_size} = {step}. Use {lower} or {lower + step}; a run "
+                f"{of_ranks} = {micro} x {dp_size} = {step}. Use {lower} or {lower + step}; a run "
                 "that is resumed with another train_batch_size needs load_data_position='samples', to continue at the "
-                f"same sample. To keep train_batch_size, {_ways_to_keep(total, micro, world_size)}."
+                f"same sample. To keep train_batch_size, {self._ways_to_keep(total, dp_size)}."
             )
         if steps is not None and steps != total // step:
             raise ConfigError(
                 f"cannot accumulate: gradient_accumulation_steps is {steps}, expected {total // step}, because "
-                f"train_batch_size is {total}, and a micro-batch has {micro} samples on each of {world_size} ranks. "
+                f"train_batch_size is {total}, and a micro-batch has {micro} samples on each of {dp_size} {of_ranks}. "
                 "Set only one of the two."
             )
         return total // step
+
+    def _ways_to_keep(self, total: int, dp_size: int) -> str:
+        """Return which micro-batch or number of ranks divides a global batch of ``total`` samples."""
+        micro = self.micro_train_batch_size
+        if total % dp_size == 0:
+            return f"use micro_train_batch_size {max(m for m in range(1, micro + 1) if total // dp_size % m == 0)}"
+        micro = micro if total % micro == 0 else 1
+        numbers = [count for count in range(1, total // micro + 1) if total % (micro * count) == 0]
+        nearest = [max(n for n in numbers if n < dp_size), *[n for n in numbers if n > dp_size][:1]]
+        ranks = f"{' or '.join(map(str, nearest))} {self._name_of_ranks(is_one=nearest == [1])}"
+        return f"use {ranks} with micro_train_batch_size {micro}"
+
+    def _name_of_ranks(self, *, is_one: bool = False) -> str:
+        """Return the name of what computes one micro-batch: ranks, or groups of ranks that share a batch."""
+        plural = "" if is_one else "s"
+        size = self.ranks_per_batch
+        return f"rank{plural}" if size == 1 else f"group{plural} of {size} ranks"
+
+    @property
+    def ranks_per_batch(self) -> int:
+        """Return how many successive ranks get the same batch, because they share sequences or layers."""
+        return self.sequence_parallel_size * self.tensor_parallel_size
 
     @property
     def effective_grad_sync(self) -> GradSync:
@@ -319,17 +390,6 @@ class StrategyConfig:
 def _fields() -> dict[str, Any]:
     """Return the default of each field, in the order of definition."""
     return {field.name: field.default for field in dataclasses.fields(StrategyConfig) if field.name != "extra"}
-
-
-def _ways_to_keep(total: int, micro: int, world_size: int) -> str:
-    """Return which micro-batch or number of ranks divides a global batch of ``total`` samples."""
-    if total % world_size == 0:
-        return f"use micro_train_batch_size {max(m for m in range(1, micro + 1) if total // world_size % m == 0)}"
-    micro = micro if total % micro == 0 else 1
-    numbers = [count for count in range(1, total // micro + 1) if total % (micro * count) == 0]
-    nearest = [max(n for n in numbers if n < world_size), *[n for n in numbers if n > world_size][:1]]
-    ranks = f"{' or '.join(map(str, nearest))} {'rank' if nearest == [1] else 'ranks'}"
-    return f"use {ranks} with micro_train_batch_size {micro}"
 
 
 def _check(field: str, value: object, is_valid: bool, expected: str, fix: str = "") -> None:

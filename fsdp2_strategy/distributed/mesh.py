@@ -1,11 +1,13 @@
 """Build the device meshes that models are sharded over.
 
-Input: the process group and a shard size. Output: a mesh whose last axis, "shard", is the one that parameters are split
-over. For HSDP, the mesh also has a first axis, "replicate", along which parameters are replicated.
+Input: the process group, a shard size and a tensor-parallel size. Output: a mesh with the axis "shard", along which
+`fully_shard` splits parameters. For HSDP, the mesh also has a first axis, "replicate", along which parameters are
+replicated; for tensor parallelism, a last axis, "tp", along which layers are split.
 """
 
 from __future__ import annotations
 
+import math
 from datetime import timedelta
 
 import torch
@@ -20,64 +22,158 @@ from fsdp2_strategy.distributed.process_group import (
     ranks_of,
     world_size,
 )
-from fsdp2_strategy.distributed.torch_internals import forget_sharding_rules, set_timeout
+from fsdp2_strategy.distributed.torch_internals import forget_sharding_rules, root_mesh_of, set_timeout
 from fsdp2_strategy.errors import MeshError
 
 # One mesh for each group and shape. A new mesh for each call would leak: the threads and file descriptors of a mesh's
 # process groups outlive the mesh. The first element of each key is the default group at the time of the entry.
-_meshes: dict[tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, str, int], DeviceMesh] = {}
+_meshes: dict[tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, str, int, int], DeviceMesh] = {}
 _groups: dict[tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, tuple[int, ...]], dist.ProcessGroup] = {}
 
+_expert_meshes: dict[tuple[object, ...], DeviceMesh] = {}
 
-def build_mesh(shard_size: int = -1, *, device_type: str | None = None) -> DeviceMesh:
+TENSOR_PARALLEL = "tp"
+"""Name of the mesh axis along which layers are split."""
+EXPERT_PARALLEL = "ep"
+"""Name of the mesh axis along which experts are divided."""
+
+
+def build_mesh(shard_size: int = -1, *, device_type: str | None = None, tensor_parallel_size: int = 1) -> DeviceMesh:
     """Build a mesh of all ranks of the group in use, with ``shard_size`` ranks along its axis "shard"; collective.
 
     The group in use is the open strategy's ``process_group``, else the default group, unless `on_group` sets another:
     see [Note: group in use] in `process_group`.
 
     Args:
-        shard_size: number of ranks that a parameter is split over; it must divide the world size. -1 means all ranks.
+        shard_size: number of ranks that `fully_shard` splits a parameter over; it must divide the number of data
+            parallel ranks, which is the world size / ``tensor_parallel_size``. -1 means all data parallel ranks.
         device_type: "cpu" or "cuda"; by default the type of `current_device`.
+        tensor_parallel_size: number of successive ranks that share each layer; it must divide the world size.
 
     Returns:
-        A mesh with the axis ("shard",), or ("replicate", "shard") of shape (world / shard_size, shard_size) if the
-        shard size is smaller than the world size. Equal calls return the same mesh.
+        A mesh with the axes ("replicate", "shard", "tp"). The axis "replicate" is left out if the shard size is the
+        number of data parallel ranks, and "tp" if layers are not split. Equal calls return the same mesh.
 
     Raises:
-        MeshError: there is no process group, or the shard size does not divide the world size.
+        MeshError: there is no process group, or a size does not divide the number of ranks.
     """
     if not dist.is_initialized():
         raise MeshError("cannot build a mesh: there is no process group. Construct FSDPV2Strategy first, or start one.")
     size = world_size()
-    shard_size = check_shard_size(shard_size, size)
+    shard_size = check_shard_size(shard_size, size, tensor_parallel_size)
     device_type = device_type or current_device().type
     group = group_in_use()
     _forget_outdated()
-    key = (dist.group.WORLD, group, device_type, shard_size)
+    key = (dist.group.WORLD, group, device_type, shard_size, tensor_parallel_size)
     if key not in _meshes:
-        shape = (size // shard_size, shard_size) if shard_size < size else (size,)
-        axes = ("replicate", "shard")[-len(shape) :]
+        sizes = {"replicate": size // tensor_parallel_size // shard_size, "shard": shard_size}
+        sizes[TENSOR_PARALLEL] = tensor_parallel_size
+        axes = tuple(axis for axis, length in sizes.items() if length > 1 or axis == "shard")
+        shape = tuple(sizes[axis] for axis in axes)
         if group is None:
             _meshes[key] = init_device_mesh(device_type, shape, mesh_dim_names=axes)
-            if (timeout := group_timeout()) is not None:  # groups of a mesh with two axes have torch's default
+            if (timeout := group_timeout()) is not None:  # groups of a mesh with several axes have torch's default
                 for of_axis in _meshes[key].get_all_groups():
                     set_timeout(of_axis, timeout)
         elif len(shape) == 1:
             _meshes[key] = DeviceMesh.from_group(group, device_type, mesh_dim_names=axes)
         else:
-            ranks = ranks_of(group)
-            row, column = divmod(ranks.index(dist.get_rank()), shard_size)
-            groups = [group_of(ranks[column::shard_size]), group_of(ranks[row * shard_size :][:shard_size])]
-            layout = torch.tensor(ranks).view(shape)
+            layout = torch.tensor(ranks_of(group)).view(shape)
+            groups = [group_of(ranks) for ranks in _ranks_along_axes(layout, dist.get_rank())]
             _meshes[key] = DeviceMesh.from_group(groups, device_type, layout, mesh_dim_names=axes)
     return _meshes[key]
+
+
+def _ranks_along_axes(layout: torch.Tensor, rank: int) -> list[list[int]]:
+    """Return, for each axis of a mesh, the ranks that differ from ``rank`` along this axis only, and ``rank``."""
+    position = (layout == rank).nonzero()[0].tolist()
+    return [layout[(*position[:axis], slice(None), *position[axis + 1 :])].tolist() for axis in range(layout.ndim)]
+
+
+def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the axes of a mesh that `fully_shard` uses: all but "tp" and "ep"; not collective."""
+    axes = tuple(axis for axis in mesh.mesh_dim_names or () if axis not in (TENSOR_PARALLEL, EXPERT_PARALLEL))
+    return mesh if axes == (mesh.mesh_dim_names or ()) else mesh[axes]
+
+
+def tensor_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
+    """Return the axis of a mesh along which layers are split; None if there is none; not collective."""
+    return mesh[TENSOR_PARALLEL] if TENSOR_PARALLEL in (mesh.mesh_dim_names or ()) else None
+
+
+def mesh_of_this_rank(device_type: str) -> DeviceMesh:
+    """Return a mesh of this rank alone, with the axis "tp"; not collective."""
+    return DeviceMesh.from_group(group_of([dist.get_rank()]), device_type, mesh_dim_names=(TENSOR_PARALLEL,))
+
+
+def model_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of all ranks that hold a model, for the mesh of one of its parameters; not collective.
+
+    It is ``mesh`` itself, or ``mesh`` with the axis "tp" of the mesh that it was taken from: a parameter that is not
+    split by tensor parallelism is on the data parallel axes only.
+    """
+    axes, root = mesh.mesh_dim_names or (), root_mesh_of(mesh)
+    if TENSOR_PARALLEL in axes or TENSOR_PARALLEL not in (root.mesh_dim_names or ()):
+        return mesh
+    of_model = (*axes, TENSOR_PARALLEL)
+    return root if of_model == root.mesh_dim_names else root[of_model]
+
+
+def expert_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
+    """Return a mesh of the same ranks for experts: ``size`` successive ranks together hold all of them; collective.
+
+    Args:
+        mesh: a mesh from `build_mesh`.
+        size: number of ranks; a multiple of those along "tp", and a divisor of those along "shard" and "tp".
+
+    Returns:
+        A mesh with the axes ("replicate", "expert_shard", "ep"); "replicate" is left out if ``mesh`` has none. Along
+        "expert_shard", `fully_shard` splits the experts of a rank. Equal calls return the same mesh.
+
+    Raises:
+        MeshError: the size does not fit.
+    """
+    layers = 1 if (of_layers := tensor_parallel_mesh(mesh)) is None else of_layers.size()
+    axes = mesh.mesh_dim_names or ()
+    replicas = mesh["replicate"].size() if "replicate" in axes else 1
+    ranks = mesh.size() // replicas
+    check_expert_size(size, ranks, layers)
+    _forget_outdated()
+    key = (dist.group.WORLD, group_in_use(), mesh.device_type, replicas, layers, size)
+    if key not in _expert_meshes:
+        shape = (replicas, ranks // size, size)
+        layout = mesh.mesh.reshape(shape if "replicate" in axes else shape[1:])
+        names = ("replicate", "expert_shard", EXPERT_PARALLEL)[-layout.ndim :]
+        groups = [group_of(each) for each in _ranks_along_axes(layout, dist.get_rank())]
+        _expert_meshes[key] = DeviceMesh.from_group(groups, mesh.device_type, layout, mesh_dim_names=names)
+    return _expert_meshes[key]
+
+
+def check_expert_size(size: int, ranks: int, tensor_parallel_size: int) -> None:
+    """Raise if the experts of a model cannot be divided among ``size`` of the ``ranks`` that hold one replica of it.
+
+    Raises:
+        MeshError: the size does not divide the ranks, or is no multiple of ``tensor_parallel_size``.
+    """
+    if size < 1 or ranks % size or size % tensor_parallel_size:
+        fitting = [each for each in divisors_of(ranks) if each % tensor_parallel_size == 0]
+        of_layers = (
+            f"a multiple of tensor_parallel_size {tensor_parallel_size}, and " if tensor_parallel_size > 1 else ""
+        )
+        raise MeshError(
+            f"cannot build a mesh: expert_parallel_size is {size}, expected {of_layers}a divisor of the {ranks} ranks "
+            f"that hold one replica of the model. Use one of {fitting}."
+        )
 
 
 def set_timeouts(timeout: timedelta) -> None:
     """Set the time-out of the group in use, and of all groups of this module's meshes; not collective."""
     set_timeout(group_in_use(), timeout)
     _forget_outdated()
-    for group in {*(group for mesh in _meshes.values() for group in mesh.get_all_groups()), *_groups.values()}:
+    for group in {
+        *(group for mesh in (*_meshes.values(), *_expert_meshes.values()) for group in mesh.get_all_groups()),
+        *_groups.values(),
+    }:
         set_timeout(group, timeout)
 
 
@@ -93,28 +189,61 @@ def group_of(ranks: list[int]) -> dist.ProcessGroup:
     return _groups[key]
 
 
+def groups_that_share(size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Return the groups of this rank that share batches, and of those at the same position in each group; collective.
+
+    ``size`` successive ranks share batches; it must divide the number of ranks.
+    """
+    ranks = ranks_of(group_in_use())
+    index = ranks.index(dist.get_rank())
+    return group_of(ranks[index // size * size :][:size]), group_of(ranks[index % size :: size])
+
+
 def _forget_outdated() -> None:
     """Clear the caches if they were filled under another default group."""
     if any(key[0] is not dist.group.WORLD for key in (*_meshes, *_groups)):
         forget_meshes()
 
 
-def check_shard_size(shard_size: int, world_size: int) -> int:
-    """Return ``shard_size`` with -1 replaced by the world size.
+def check_shard_size(shard_size: int, world_size: int, tensor_parallel_size: int = 1) -> int:
+    """Return ``shard_size`` with -1 replaced by the number of data parallel ranks.
 
     Raises:
-        MeshError: ``shard_size`` does not divide the world size.
+        MeshError: ``tensor_parallel_size`` does not divide the world size, or ``shard_size`` does not divide the number
+            of data parallel ranks.
     """
-    if shard_size == -1:
-        return world_size
-    is_integer = isinstance(shard_size, int) and not isinstance(shard_size, bool)
-    if not is_integer or shard_size < 1 or world_size % shard_size:
-        divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    if world_size % tensor_parallel_size:
         raise MeshError(
-            f"cannot build a mesh: shard_size is {shard_size!r}, expected a divisor of the world size {world_size}. "
-            f"Use one of {divisors}, or -1 for all ranks."
+            f"cannot build a mesh: tensor_parallel_size is {tensor_parallel_size}, expected a divisor of the world "
+            f"size {world_size}. Use one of {divisors_of(world_size)}."
         )
+    data_size = world_size // tensor_parallel_size
+    if shard_size == -1:
+        return data_size
+    is_integer = isinstance(shard_size, int) and not isinstance(shard_size, bool)
+    if not is_integer or shard_size < 1 or data_size % shard_size:
+        every = f"the world size {world_size}"
+        fix = f"Use one of {divisors_of(data_size)}, or -1 for all ranks."
+        if tensor_parallel_size > 1:
+            every = f"the {data_size} data parallel ranks (world size {world_size} / tp {tensor_parallel_size})"
+            fix = f"Use one of {divisors_of(data_size)}, or -1 for all of them."
+            if is_integer and shard_size > 0:
+                step = shard_size * tensor_parallel_size
+                worlds = ", ".join(str(step * times) for times in _next_multiples(world_size, step))
+                fix += f" World sizes that have this shard size: {worlds}, …"
+        raise MeshError(f"cannot build a mesh: shard_size is {shard_size!r}, expected a divisor of {every}. {fix}")
     return shard_size
+
+
+def _next_multiples(size: int, step: int) -> range:
+    """Return the numbers by which ``step`` is multiplied to get three world sizes close to ``size``."""
+    nearest = max(1, math.floor(size / step))
+    return range(nearest, nearest + 3)
+
+
+def divisors_of(size: int) -> list[int]:
+    """Return all divisors of a positive number, the smallest first."""
+    return [n for n in range(1, size + 1) if size % n == 0]
 
 
 def auto_shard_size(parameter_count: int, *, is_training: bool, world_size: int) -> int:
@@ -139,5 +268,6 @@ def forget_meshes() -> None:
     new group that has the same name.
     """
     _meshes.clear()
+    _expert_meshes.clear()
     _groups.clear()
     forget_sharding_rules()

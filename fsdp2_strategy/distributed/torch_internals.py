@@ -23,9 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cast_fp_tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.distributed.utils import _apply_to_tensors
 from torch.utils import _device, _python_dispatch, _pytree
 
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
+StridedShard = _StridedShard
 tree_flatten, tree_leaves, tree_map = _pytree.tree_flatten, _pytree.tree_leaves, _pytree.tree_map
 
 # --- FSDP2: a state -------------------------------------------------------------------------------------------------
@@ -305,6 +308,11 @@ def dtensor_like(source: DTensor, local: torch.Tensor) -> DTensor:
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
+def root_mesh_of(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh that a mesh was taken from by the names of its axes; the mesh itself if it is not a part."""
+    return mesh._get_root_mesh()
+
+
 def forget_sharding_rules() -> None:
     """Clear DTensor's sharding cache: its keys contain meshes, and equal meshes may have different process groups."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # noqa: PLC0415  (it loads the compiler)
@@ -323,6 +331,11 @@ def cast_floating(values: Any, dtype: torch.dtype) -> Any:
 def default_store() -> Any:
     """Return the store of the default process group."""
     return distributed_c10d._get_default_store()
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """Return all process groups of this process."""
+    return list(distributed_c10d._world.pg_map)
 
 
 def new_named_group(ranks: list[int], name: str, **options: Any) -> dist.ProcessGroup:
@@ -367,6 +380,12 @@ def free_pinned_memory() -> None:
     """Release the pinned host memory that torch caches."""
     if hasattr(torch._C, "_host_emptyCache"):
         torch._C._host_emptyCache()
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether the call or the forward of a module was compiled by ``torch.compile``."""
+    is_wrapper = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+    return is_wrapper or module._compiled_call_impl is not None
 
 
 def is_in_backward() -> bool:

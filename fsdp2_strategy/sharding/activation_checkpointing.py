@@ -12,6 +12,7 @@ appended to the real cache once.
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import functools
 import inspect
@@ -75,7 +76,16 @@ def _recomputed(forward: Callable[..., Any], *, shares_caches: bool) -> Callable
     return recomputed
 
 
-_checkpoint = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=True)
+def _checkpoint(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Checkpoint a forward; it is recomputed with the same context variables, which may be those of another thread."""
+    if torch.compiler.is_compiling():  # a graph cannot contain the copy, and reads no context variables
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
+    context = contextvars.copy_context()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return context.copy().run(forward, *args, **kwargs)
+
+    return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
 
 
 def _with_cache(forward: Callable[..., Any], cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

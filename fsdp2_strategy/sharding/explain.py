@@ -9,7 +9,8 @@ import itertools
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TextIO
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from fsdp2_strategy.config.arguments import renamed_argument
 from fsdp2_strategy.config.strategy_config import MixedData, ShardSize
 from fsdp2_strategy.distributed import process_group
-from fsdp2_strategy.distributed.mesh import auto_shard_size, check_shard_size
+from fsdp2_strategy.distributed.mesh import auto_shard_size, check_expert_size, check_shard_size
 from fsdp2_strategy.distributed.torch_internals import BATCH_NORMS
 from fsdp2_strategy.errors import ShardError, counted, some
 from fsdp2_strategy.model.buffers import unchanged_buffers
@@ -27,8 +28,10 @@ from fsdp2_strategy.model.names import clean, persistent_buffers
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.sharding.blocks import parameter_count
 from fsdp2_strategy.sharding.bypassed_units import find_bypassed_units
+from fsdp2_strategy.sharding.expert_parallel import plan_experts
 from fsdp2_strategy.sharding.plan import ShardPlan, Unit, modules_to_recompute, plan_units
 from fsdp2_strategy.sharding.precision import Precision
+from fsdp2_strategy.sharding.tensor_plan import TensorPlan, generic_name, plan_tensor_parallel
 from fsdp2_strategy.sharding.units import check_reshard, reshard_of
 
 
@@ -51,6 +54,9 @@ def explain(
     reshard_after_forward: bool | int = True,
     cpu_offload: bool = False,
     activation_checkpointing: Sequence[str] | bool = (),
+    tensor_parallel_size: int = 1,
+    tensor_parallel_plan: Mapping[str, str] | None = None,
+    expert_parallel_size: int = 1,
     run: Callable[[nn.Module], object] | None = None,
     file: TextIO | None = None,
 ) -> str:
@@ -63,11 +69,14 @@ def explain(
     Args:
         model: any module; it is only read.
         is_training: count fp32 master weights, gradients and optimizer state; if False, only compute-dtype weights.
-        shard_size: number of ranks that a parameter is split over, -1 for all, or "auto".
+        shard_size: number of ranks that `fully_shard` splits a parameter over, -1 for all that do not share layers, or
+            "auto".
         world_size: number of ranks to plan for; by default those of the process group, or 1.
         bf16, fp16, keep_fp32, masters_in_optimizer, reduce_in_full_precision, block_class_names, min_unit_params,
-            ignored_modules, mixed_mm_data, reshard_after_forward, cpu_offload, activation_checkpointing: as for
-            `shard_model`.
+            ignored_modules, mixed_mm_data, reshard_after_forward, cpu_offload, activation_checkpointing,
+            tensor_parallel_plan, expert_parallel_size: as for `shard_model`.
+        tensor_parallel_size: number of ranks that share each layer. The plan is not checked on a tiny model, which
+            `shard_model` does.
         run: function that calls the model as training does, with a batch on the model's device (``lambda model:
             model(batch)``). The text then names the units whose forward is bypassed, and the buffers that change. The
             function runs without gradients; torch's RNG state and all buffers are restored afterwards.
@@ -78,7 +87,7 @@ def explain(
 
     Raises:
         ShardError: the model is already sharded, or `shard_model` would raise because of the model or an argument.
-        MeshError: ``shard_size`` does not divide the world size.
+        MeshError: ``shard_size`` or ``tensor_parallel_size`` does not divide the number of ranks.
     """
     if is_sharded(unwrap_model(model)):
         raise ShardError(
@@ -93,6 +102,15 @@ def explain(
         masters_in_optimizer=masters_in_optimizer,
         reduce_in_full_precision=reduce_in_full_precision,
     )
+    world_size = world_size or process_group.world_size()
+    if shard_size == "auto":
+        count, size = parameter_count(model), world_size // tensor_parallel_size
+        shard_size = auto_shard_size(count, is_training=is_training, world_size=size)
+    shard_size = check_shard_size(shard_size, world_size, tensor_parallel_size)
+    experts = {}
+    if expert_parallel_size != 1:
+        check_expert_size(expert_parallel_size, shard_size * tensor_parallel_size, tensor_parallel_size)
+        experts = plan_experts(unwrap_model(model), expert_parallel_size)
     plan = plan_units(
         model,
         precision,
@@ -100,12 +118,14 @@ def explain(
         min_unit_params=min_unit_params,
         ignored_modules=ignored_modules,
         mixed_mm_data=mixed_mm_data,
+        experts=experts.values(),
     )
     recomputed = modules_to_recompute(plan, activation_checkpointing)
-    world_size = world_size or process_group.world_size()
-    if shard_size == "auto":
-        shard_size = auto_shard_size(parameter_count(model), is_training=is_training, world_size=world_size)
-    shard_size = check_shard_size(shard_size, world_size)
+    layers = None
+    if tensor_parallel_size > 1:
+        layers = plan_tensor_parallel(plan.model, tensor_parallel_size, tensor_parallel_plan, without=experts)
+    shapes = _shapes(plan.model, layers, experts, expert_parallel_size)
+    ranks = _Ranks(world_size, shard_size, layers, shapes, expert_parallel_size)
     reshard = check_reshard(reshard_after_forward, shard_size)
     changing = _batch_norm_buffers(plan.model)
     if run is not None:
@@ -115,7 +135,7 @@ def explain(
         persistent = persistent_buffers(plan.model)
         changing += [name for name in map(clean, changed) if name in persistent and name not in changing]
     where = ", in host memory" if cpu_offload else ""
-    text = _report(plan, shard_size, world_size, reshard=reshard, where=where)
+    text = _report(plan, ranks, reshard=reshard, where=where)
     if recomputed:
         text += f"\nrecomputed {some(list(recomputed), 'module')}: only their inputs are kept from forward to backward"
     if is_training and changing:
@@ -125,7 +145,73 @@ def explain(
     return text
 
 
-def _report(plan: ShardPlan, shard_size: int, world_size: int, *, reshard: bool | int, where: str) -> str:
+@dataclass(frozen=True)
+class _Ranks:
+    """Over how many ranks a model is split, and how."""
+
+    world_size: int
+    shard_size: int
+    layers: TensorPlan | None
+    shapes: Mapping[str, tuple[int, ...]]
+    """The shape of each parameter after layers were split and experts divided, on the rank that has the most of it."""
+    per_expert: int = 1
+    """Number of ranks among which experts are divided."""
+
+    def of(self, unit: Unit) -> _Ranks:
+        """Return the same ranks with the shard size of a unit."""
+        if unit.kind in ("vision", "ignored"):
+            return replace(self, shard_size=1)
+        if unit.kind == "experts":
+            layers = 1 if self.layers is None else self.layers.size
+            return replace(self, shard_size=self.shard_size * layers // self.per_expert)
+        return self
+
+    def shapes_of(self, unit: Unit) -> list[tuple[nn.Parameter, tuple[int, ...]]]:
+        """Return the parameters of a unit with their shapes before `fully_shard`."""
+        return [(p, self.shapes[name]) for name, p in unit.parameters.items()]
+
+
+def _shapes(
+    model: nn.Module, layers: TensorPlan | None, experts: Mapping[str, nn.Module], size: int
+) -> dict[str, tuple[int, ...]]:
+    shapes = {clean(name): list(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    if layers is not None:
+        for name, (dim, _) in layers.split_dims(model).items():
+            shapes[clean(name)][dim] = math.ceil(shapes[clean(name)][dim] / layers.size)
+    for module_name, module in experts.items():
+        for name, _ in module.named_parameters():
+            shapes[clean(f"{module_name}.{name}")][0] //= size
+    return {name: tuple(shape) for name, shape in shapes.items()}
+
+
+def _layer_lines(model: nn.Module, ranks: _Ranks) -> Iterator[str]:
+    """Yield how layers are split: a line for all parameters that differ only in the number of their layer."""
+    if ranks.layers is None:
+        return
+    by = "tensor_parallel_plan" if ranks.layers.is_given else "the model's own plan"
+    splits = ranks.layers.split_dims(model)
+    yield f"layers     {counted(len(splits), 'parameter')} split over {ranks.layers.size} ranks, by {by}"
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    seen = set()
+    for name, (dim, is_packed) in splits.items():
+        shape, local = list(parameters[name].shape), list(ranks.shapes[clean(name)])
+        halves = " in two halves" if is_packed else ""
+        line = (
+            f"  {generic_name(clean(name))}: {shape} -> {local}, dimension {dim}{halves}, {ranks.layers.styles[name]}"
+        )
+        if line not in seen:
+            seen.add(line)
+            yield line
+    if ranks.layers.not_split:
+        yield f"  not split, because they are tied: {', '.join(ranks.layers.not_split)}"
+
+
+def _expert_lines(ranks: _Ranks) -> Iterator[str]:
+    if ranks.per_expert > 1:
+        yield f"experts    divided among {ranks.per_expert} ranks, by the model's own plan"
+
+
+def _report(plan: ShardPlan, ranks: _Ranks, *, reshard: bool | int, where: str) -> str:
     half = _short(plan.precision.half) if plan.precision.half else None
     reduction = "fp32" if plan.precision.reduce_in_full_precision else half
     precision = f"{half} compute, {reduction} reduction" if half else "compute in the dtype of the parameters"
@@ -135,28 +221,31 @@ def _report(plan: ShardPlan, shard_size: int, world_size: int, *, reshard: bool 
     else:
         what = f"inference: {half or 'unchanged'} weights, no master weights"
     lines = [
-        f"{type(plan.model).__name__} on {counted(world_size, 'rank')}, each parameter split over {shard_size}",
+        f"{type(plan.model).__name__} on {counted(ranks.world_size, 'rank')}, each parameter split over "
+        f"{ranks.shard_size}{'' if ranks.layers is None else f', after layers were split over {ranks.layers.size}'}",
         f"precision  {what}",
         f"blocks     {plan.source}",
+        *_layer_lines(plan.model, ranks),
+        *_expert_lines(ranks),
         "",
         f"{'unit':<44} {'kind':<10} {'stored':<10} {'compute':<9} {'parameters':>15} {'gathered':>10}",
     ]
     held_bytes = Counter[str]()
     for _, equal in itertools.groupby([*plan.units, *plan.ignored], key=_shape):
         first, *others = group = list(equal)
-        is_replicated = first.kind in ("vision", "ignored")
         stored = "+".join(sorted({_short(plan.stored_dtype(first, p)) for p in first.parameters.values()}))
         count = sum(p.numel() for p in first.parameters.values())
         name = first.name or "(root)"
         if others:
             name += f" … {others[-1].name.rpartition('.')[2]} ({len(group)} equal)"
-        gathered = _human(count * first.compute_dtype.itemsize)
+        gathered = _human(sum(map(math.prod, dict(ranks.shapes_of(first)).values())) * first.compute_dtype.itemsize)
         dtype = _short(first.compute_dtype)
         lines.append(f"{name:<44} {first.kind:<10} {stored:<10} {dtype:<9} {count:>15,} {gathered:>10}")
         for unit in group:
-            held_bytes.update(_held_bytes(plan, unit, 1 if is_replicated else shard_size))
+            of_unit = ranks.of(unit)
+            held_bytes.update(_held_bytes(plan, unit, of_unit))
             if unit.kind != "ignored":
-                held_bytes["kept"] += _kept_bytes(plan, unit, 1 if is_replicated else shard_size, reshard)
+                held_bytes["kept"] += _kept_bytes(plan, unit, of_unit, reshard)
     for name, parameter in plan.replicated.items():
         lines.append(f"{name:<44} {'replicated':<10} {_short(parameter.dtype):<10}")
     lines += ["", *_totals(plan, held_bytes, reshard=reshard, where=where)]
@@ -172,8 +261,8 @@ def _totals(plan: ShardPlan, held_bytes: Counter[str], *, reshard: bool | int, w
     yield f"buffers    {_human(sum(b.numel() * b.element_size() for b in buffers))} on each rank ({dtypes}), dtype kept"
     yield f"each rank  {parts}{where}"
     which = "the root unit" if reshard is True else "all units"
-    if reshard is True and any(unit.stays_gathered for unit in plan.units):
-        which += " and embeddings"
+    if reshard is True and (kinds := sorted({f"{unit.kind}s" for unit in plan.units if unit.stays_gathered})):
+        which += f", {', '.join(kinds)}"
     groups = "" if isinstance(reshard, bool) else f", over groups of {reshard} ranks"
     until = "from forward to backward" if plan.precision.is_training else "after forward"
     yield f"gathered   {_human(held_bytes['kept'])} on each rank stay gathered {until}: {which}{groups}"
@@ -186,27 +275,26 @@ def _totals(plan: ShardPlan, held_bytes: Counter[str], *, reshard: bool | int, w
         yield f"warning    {warning}"
 
 
-def _kept_bytes(plan: ShardPlan, unit: Unit, shard_size: int, reshard_after_forward: bool | int) -> int:
+def _kept_bytes(plan: ShardPlan, unit: Unit, ranks: _Ranks, reshard_after_forward: bool | int) -> int:
     """Return the bytes of a unit's gathered parameters that a rank keeps after the forward of the unit."""
     reshard = reshard_of(unit, plan, reshard_after_forward)
     if reshard is True:
         return 0
     is_cast = plan.precision.half is not None or plan.precision.is_training
     size = 0
-    for parameter in unit.parameters.values():
-        rows, *rest = parameter.shape
+    for parameter, (rows, *rest) in ranks.shapes_of(unit):
         dtype = unit.compute_dtype if is_cast and parameter.is_floating_point() else parameter.dtype
         # FSDP2 pads the rows of each rank to equal length.
-        size += math.ceil(rows / shard_size) * shard_size * math.prod(rest) * dtype.itemsize
+        size += math.ceil(rows / ranks.shard_size) * ranks.shard_size * math.prod(rest) * dtype.itemsize
     return size // reshard if reshard else size
 
 
-def _held_bytes(plan: ShardPlan, unit: Unit, shard_size: int) -> dict[str, int]:
+def _held_bytes(plan: ShardPlan, unit: Unit, ranks: _Ranks) -> dict[str, int]:
     """Return the bytes of a unit's parameters, gradients and optimizer state, on the rank that holds the most of it."""
     held = Counter[str]()
-    for parameter in unit.parameters.values():
-        rows, *rest = parameter.shape or (1,)
-        count = math.ceil(rows / shard_size) * math.prod(rest)
+    for parameter, shape in ranks.shapes_of(unit):
+        rows, *rest = shape or (1,)
+        count = math.ceil(rows / ranks.shard_size) * math.prod(rest)
         size = count * plan.stored_dtype(unit, parameter).itemsize
         held["parameters"] += size
         if plan.precision.is_training and parameter.requires_grad:

@@ -71,6 +71,7 @@ class Unit:
     - "split": a child of a unit that was split because of tied weights
     - "dtype": its compute dtype differs from that of the unit around it
     - "vision": the replicated vision encoder
+    - "experts": experts that are divided among ranks; see `expert_parallel`
     - "root": the model itself
     - "ignored": not a unit; see [Note: ignored]
     """
@@ -86,7 +87,8 @@ class Unit:
     cast_inputs: CastInputs = "all"
     """Which floating inputs are cast to its compute dtype; see [Note: inputs] in `input_casts`."""
     stays_gathered: bool = False
-    """Whether it stays gathered after forward: an embedding whose weight the model may use directly as its head."""
+    """Whether it stays gathered from forward to backward: the head of a model that is trained, whose backward comes
+    right after its forward, and an embedding whose weight the model may use directly as its head."""
 
 
 @dataclass(kw_only=True)
@@ -187,6 +189,11 @@ class ShardPlan:
         """Return all parameters by name: sharded, replicated and ignored ones."""
         return self.replicated | {n: p for unit in (*self.units, *self.ignored) for n, p in unit.parameters.items()}
 
+    def replace_parameters(self, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Put new parameters in the places of old ones in the units, after the model's parameters were replaced."""
+        for unit in self.units:
+            unit.parameters.update({name: new.get(p, p) for name, p in unit.parameters.items()})
+
     def stored_dtype(self, unit: Unit, parameter: nn.Parameter) -> torch.dtype:
         """Return the dtype of the parameter's shard."""
         return self.precision.stored_dtype(parameter, unit.compute_dtype)
@@ -210,8 +217,11 @@ def plan_units(
     min_unit_params: int | None = None,
     ignored_modules: Sequence[str] = (),
     mixed_mm_data: MixedData | None = None,
+    experts: Collection[nn.Module] = (),
 ) -> ShardPlan:
     """Decide which modules of ``model`` become units, without modifying it; not collective.
+
+    The modules ``experts`` become units of the kind "experts". The other arguments are those of `shard_model`.
 
     Raises:
         ShardError: a class name or a pattern matches nothing, there is no parameter to shard, a parameter is shared by
@@ -234,6 +244,7 @@ def plan_units(
     kinds = {module: blocks.kind for module in blocks.modules.values() if module in tree}
     vocabulary = vocabulary_modules(model, blocks.modules)
     kinds |= {m: kind for m, kind in vocabulary.items() if m in tree and not tree.inside(m, kinds)}
+    kinds |= dict.fromkeys((module for module in experts if module in tree), "experts")
     encoder = find_vision_encoder(model) if mixed_mm_data else None
     if encoder and mixed_mm_data != "dummy":
         _check_ignored(encoder, tree.ignored, is_replicated=mixed_mm_data == "replicate")
@@ -256,8 +267,8 @@ def plan_units(
             parameters=claimed[module],
             compute_dtype=compute_dtypes[module],
             parent_dtype=parent_dtypes.get(module),
-            cast_inputs="all" if mixed else inputs_to_cast(tree, module, kinds[module]),
-            stays_gathered=kinds[module] == "embedding" and not all(tree.transformers_around(module)),
+            cast_inputs=_inputs_to_cast(tree, module, kinds[module], is_mixed=mixed),
+            stays_gathered=_stays_gathered(tree, module, kinds[module], precision),
         )
         for module in [*list(tree.names)[1:], model]
         if module in claimed
@@ -273,6 +284,18 @@ def plan_units(
         plan.bypassed = some(without_forward, "unit")
     _check_patterns(tree, precision.keep_fp32, [name for unit in plan.ignored for name in unit.parameters])
     return plan
+
+
+def _inputs_to_cast(tree: ModuleTree, module: nn.Module, kind: str, *, is_mixed: bool) -> CastInputs:
+    if kind == "experts":  # inside of a unit, whose inputs are cast; routers may weight experts in fp32
+        return "none"
+    return "all" if is_mixed else inputs_to_cast(tree, module, kind)
+
+
+def _stays_gathered(tree: ModuleTree, module: nn.Module, kind: str, precision: Precision) -> bool:
+    if kind == "head":
+        return precision.is_training
+    return kind == "embedding" and not all(tree.transformers_around(module))
 
 
 def modules_to_recompute(plan: ShardPlan, selected: Sequence[str] | bool) -> dict[str, nn.Module]:

@@ -2,13 +2,13 @@
 
 Input: a model that is the same on every rank, and a mesh. Output: the same model with DTensor parameters.
 
-Order of work: compare the plan between ranks -> cast -> activation checkpointing -> compile -> fully_shard, inner units
-first -> prefetch order -> entry points.
+Order of work: compare the plan between ranks -> cast -> split layers -> activation checkpointing -> compile ->
+fully_shard, inner units first -> prefetch order -> entry points.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -20,18 +20,27 @@ from fsdp2_strategy.config.strategy_config import MixedData
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import after_forward, collective
-from fsdp2_strategy.distributed.mesh import build_mesh
+from fsdp2_strategy.distributed.mesh import (
+    EXPERT_PARALLEL,
+    build_mesh,
+    data_parallel_mesh,
+    expert_mesh,
+    mesh_of_this_rank,
+    tensor_parallel_mesh,
+)
 from fsdp2_strategy.distributed.torch_internals import module_of
-from fsdp2_strategy.errors import ShardError, counted
+from fsdp2_strategy.errors import ShardError, counted, some
 from fsdp2_strategy.model.buffers import remember_buffers
 from fsdp2_strategy.model.fingerprint import store_initial_sums
 from fsdp2_strategy.model.fsdp_state import class_name, is_sharded, parameter_groups, reshard
-from fsdp2_strategy.model.ranks import on_ranks_of
+from fsdp2_strategy.model.names import clean
+from fsdp2_strategy.model.ranks import on_ranks_of, set_ranks_per_layer
 from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.model.wrappers import register_wrapper, unwrap_model
 from fsdp2_strategy.sharding.activation_checkpointing import recompute_activations
 from fsdp2_strategy.sharding.blocks import has_forward
 from fsdp2_strategy.sharding.bypassed_units import BypassHooks, clone_view_outputs
+from fsdp2_strategy.sharding.expert_parallel import divide_experts, plan_experts
 from fsdp2_strategy.sharding.gradient_dtypes import fix_gradient_dtypes, reduce_to_fp32
 from fsdp2_strategy.sharding.input_casts import cast_first, cast_inputs, cast_outputs
 from fsdp2_strategy.sharding.plan import ShardPlan, modules_to_recompute, plan_units
@@ -39,6 +48,9 @@ from fsdp2_strategy.sharding.precision import Precision
 from fsdp2_strategy.sharding.prefetch import PrefetchOrder
 from fsdp2_strategy.sharding.rank_divergence import detect_divergence
 from fsdp2_strategy.sharding.same_weights import check_same_everywhere
+from fsdp2_strategy.sharding.tensor_check import check_tensor_plan
+from fsdp2_strategy.sharding.tensor_parallel import check_batches, split_layers
+from fsdp2_strategy.sharding.tensor_plan import TensorPlan, plan_tensor_parallel
 from fsdp2_strategy.sharding.units import check_reshard, shard_units
 from fsdp2_strategy.sharding.vision_encoders import (
     add_zero_gradients,
@@ -75,6 +87,8 @@ def shard_model(
     forward_methods: Sequence[str] = ("generate",),
     mixed_mm_data: MixedData | None = None,
     debug_divergence_seconds: float = 0.0,
+    tensor_parallel_plan: Mapping[str, str] | None = None,
+    expert_parallel_size: int = 1,
 ) -> nn.Module:
     """Shard ``model`` in place, unit by unit; collective. A model that is already sharded is returned unchanged.
 
@@ -92,7 +106,8 @@ def shard_model(
 
     Args:
         model: any module, or an actor wrapper (``is_actor`` is true, and ``.model`` is the model).
-        mesh: a mesh from `build_mesh`; by default, each parameter is split over all ranks.
+        mesh: a mesh from `build_mesh`; by default, each parameter is split over all ranks. If it has the axis "tp",
+            layers are split over this axis, and then `fully_shard` splits each rank's parameters over the others.
         is_training: shard for training: trainable parameters are stored as fp32 master weights.
         bf16: compute in bfloat16; if False, in the dtype of the parameters (in training, in fp32 or wider).
         fp16: compute in float16 instead; this needs loss scaling.
@@ -117,15 +132,24 @@ def shard_model(
             skipped.
         mixed_mm_data: how ranks without images take part in the collectives of the others; see [Note: unequal ranks]
             in `vision_encoders`.
+        tensor_parallel_plan: how layers are split along the axis "tp" of the mesh: styles of transformers by names of
+            modules and parameters, with ``*`` for numbers; by default the plan of the model. See [Note: tensor plans]
+            in `tensor_plan`.
         debug_divergence_seconds: if positive, raise an error that names the rank and the unit when a rank runs a
             different unit than the others, or no unit for this many seconds; see `rank_divergence`.
+
+        expert_parallel_size: number of successive ranks among which the experts of a mixture-of-experts model are
+            divided, by the model's own plan; see `expert_mesh` for the numbers that fit.
 
     Returns:
         ``model`` itself.
 
     Raises:
+        MeshError: ``expert_parallel_size`` does not fit the mesh.
         ShardError: the model has no parameters, a class name or pattern matches nothing, an ignored module is tied to
-            one that is not ignored, ``reshard_after_forward`` does not divide the shard size, the ranks hold different
+            one that is not ignored, ``reshard_after_forward`` does not divide the shard size, the layers cannot be
+            split over the axis "tp" (see `plan_tensor_parallel` and `check_tensor_plan`), the experts cannot be divided
+            (see `plan_experts`), the ranks hold different
             models, or the model was sharded for inference before and ``is_training`` is set.
     """
     root = unwrap_model(model)
@@ -137,9 +161,12 @@ def shard_model(
             )
         return model
     mesh = mesh or build_mesh()
+    data_mesh, layer_mesh = data_parallel_mesh(mesh), tensor_parallel_mesh(mesh)
+    name = type(root).__name__
     with on_ranks_of(mesh):
-        with all_or_none(f"shard {type(root).__name__}", ShardError):
-            reshard = check_reshard(reshard_after_forward, mesh.size(mesh.ndim - 1))
+        expert_view = expert_mesh(mesh, expert_parallel_size) if expert_parallel_size != 1 else None
+        with all_or_none(f"shard {name}", ShardError):
+            reshard = check_reshard(reshard_after_forward, data_mesh.size(data_mesh.ndim - 1))
             precision = Precision(
                 bf16=bf16,
                 fp16=fp16,
@@ -148,6 +175,7 @@ def shard_model(
                 masters_in_optimizer=masters_in_optimizer,
                 reduce_in_full_precision=reduce_in_full_precision,
             )
+            experts = plan_experts(root, expert_parallel_size) if expert_view is not None else {}
             plan = plan_units(
                 root,
                 precision,
@@ -155,14 +183,31 @@ def shard_model(
                 min_unit_params=min_unit_params,
                 ignored_modules=ignored_modules,
                 mixed_mm_data=mixed_mm_data,
+                experts=experts.values(),
             )
             recomputed = modules_to_recompute(plan, activation_checkpointing)
+            _check_experts(plan, experts, is_compiled=bool(compile_blocks))
+            others = {
+                "compile_blocks": compile_blocks,
+                "an integer as reshard_after_forward": not isinstance(reshard, bool),
+            }
+            layers = _plan_layers(plan, layer_mesh, tensor_parallel_plan, experts, others)
+        layers = _check_layers(plan, layers, layer_mesh)
         name = type(root).__name__
-        options = (_shape(mesh), reshard, cpu_offload, tuple(recomputed), debug_divergence_seconds)
-        check_same_everywhere(name, (plan.signature(), options), plan.parameters())
+        options = (
+            _shape(mesh),
+            expert_parallel_size,
+            reshard,
+            cpu_offload,
+            tuple(recomputed),
+            debug_divergence_seconds,
+        )
+        check_same_everywhere(name, (plan.signature(), options, layers), plan.parameters())
         for warning in plan.warnings():
             log("%s: warning: %s", name, warning)
         _cast(plan)
+        _split_layers(plan, layers, layer_mesh)
+        _divide_experts(plan, experts, expert_view, layer_mesh)
         recompute_activations(root, recomputed)
         compiled = _modules_to_compile(plan) if compile_blocks else []
         for module in compiled:
@@ -171,25 +216,27 @@ def shard_model(
         _add_cast_hooks(plan)
         casts = {unit.module: unit.compute_dtype for unit in plan.units if unit.cast_inputs != "none"}
         ignored = [unit.module for unit in plan.ignored]
-        is_bypassed = bool(plan.policy and plan.policy.bypassed)
         hooks = BypassHooks(
-            root, plan.names, casts=casts, never_bypassed=compiled, ignored=ignored, is_bypassed=is_bypassed
+            root,
+            plan.names,
+            casts=casts,
+            never_bypassed=compiled,
+            ignored=ignored,
+            is_bypassed=bool(plan.policy and plan.policy.bypassed),
         )
-        shard_units(plan, mesh, reshard, cpu_offload=cpu_offload)
+        shard_units(plan, data_mesh, reshard, cpu_offload=cpu_offload, expert_view=expert_view)
         for param_group in parameter_groups(root) if is_training else ():
             fix_gradient_dtypes(param_group)
             if masters_in_optimizer:
                 reduce_to_fp32(param_group)
         _add_collective_hooks(plan, debug_divergence_seconds)
-        units = [unit.module for unit in plan.units if unit.kind not in ("root", "vision")]
-        prefetch = None if prefetch_depth is None else PrefetchOrder(units, prefetch_depth)
-        hooks.add_entry_points((*forward_methods, *plan.entry_points), prefetch)
+        hooks.add_entry_points((*forward_methods, *plan.entry_points), _prefetch_order(plan, prefetch_depth))
         model_state(root).set(_IS_FOR_TRAINING, is_training)
         if is_training:
             model_state(root).set(_DTYPES, {name: parameter.dtype for name, parameter in root.named_parameters()})
         root.register_forward_hook(partial(after_forward, name), always_call=True)
         register_wrapper(root)
-        store_initial_sums(root)
+        _add_checks(root, layers)
         remember_buffers(root)
         log("sharded %s over %s: %s, %s", name, _shape(mesh), counted(len(plan.units), "unit"), plan.source)
     return model
@@ -220,6 +267,101 @@ def check_dtypes(model: nn.Module) -> None:
                 f"{dtypes[name]}. Do not cast the model after prepare_model: the compute dtype is a setting (bf16 "
                 "or fp16)."
             )
+
+
+def _check_experts(plan: ShardPlan, experts: Mapping[str, nn.Module], *, is_compiled: bool) -> None:
+    """Raise if the experts of a model cannot be divided with the other options; not collective."""
+    if not experts:
+        return
+    if is_compiled:
+        raise ShardError(
+            f"cannot divide the experts of {class_name(plan.model)}: compile_blocks is set, expected models without "
+            "it. Leave it out, or set expert_parallel_size=1."
+        )
+    units = {unit.module: unit.kind for unit in plan.units}
+    if wrong := [name for name, module in experts.items() if units.get(module) != "experts"]:
+        raise ShardError(
+            f"cannot divide the experts of {wrong[0]}: they are ignored, tied to other modules, or kept in another "
+            "dtype, expected experts of which all parameters have one dtype and belong to them only. Change "
+            "ignored_modules or keep_fp32, or set expert_parallel_size=1."
+        )
+
+
+def _plan_layers(
+    plan: ShardPlan,
+    mesh: DeviceMesh | None,
+    given: Mapping[str, str] | None,
+    experts: Mapping[str, nn.Module],
+    others: Mapping[str, object],
+) -> TensorPlan | None:
+    """Return how the layers of a model are split over the axis "tp"; None if there is none; not collective.
+
+    Args:
+        plan: the units of the model.
+        mesh: the axis, or None.
+        given: the plan of the user, or None.
+        others: options that do not combine with split layers, and whether they are set.
+    """
+    if mesh is None:
+        return None
+    layers = plan_tensor_parallel(plan.model, mesh.size(), given, without=experts)
+    for option, is_set in {**others, "mixed_mm_data='replicate'": plan.mixed_mm_data == "replicate"}.items():
+        if is_set:
+            raise ShardError(
+                f"cannot split the layers of {class_name(plan.model)}: {option} was passed, which does not combine "
+                "with split layers, expected models without it. Leave it out, or set tensor_parallel_size=1."
+            )
+    ignored = {name for unit in plan.ignored for name in unit.parameters}
+    if split := sorted(ignored.intersection(map(clean, layers.split_dims(plan.model)))):
+        raise ShardError(
+            f"cannot ignore {some(split, 'parameter')} of {class_name(plan.model)}: the tensor-parallel plan splits "
+            "them, expected modules outside of the plan. Remove a pattern from ignored_modules."
+        )
+    return layers
+
+
+def _check_layers(plan: ShardPlan, layers: TensorPlan | None, mesh: DeviceMesh | None) -> TensorPlan | None:
+    """Return how layers are split, corrected by what a tiny model shows; collective."""
+    if layers is None or mesh is None:
+        return None
+    with all_or_none(f"split the layers of {class_name(plan.model)}", ShardError):
+        return check_tensor_plan(plan.model, layers, mesh)
+
+
+def _split_layers(plan: ShardPlan, layers: TensorPlan | None, mesh: DeviceMesh | None) -> None:
+    """Split the layers of a model over the axis "tp" of a mesh."""
+    if layers is None or mesh is None:
+        return
+    of_layers = counted(len(layers.split_dims(plan.model)), "parameter")
+    plan.replace_parameters(split_layers(plan.model, layers, mesh))
+    set_ranks_per_layer(plan.model, layers.size)
+    tied = f"; not split, because they are tied: {', '.join(layers.not_split)}" if layers.not_split else ""
+    log("%s: %s split over %d ranks that share layers%s", class_name(plan.model), of_layers, layers.size, tied)
+
+
+def _divide_experts(
+    plan: ShardPlan, experts: Mapping[str, nn.Module], expert_view: DeviceMesh | None, layer_mesh: DeviceMesh | None
+) -> None:
+    """Divide the experts of a model along the axis "ep" of a mesh; not collective."""
+    if expert_view is None:
+        return
+    mesh = expert_view[EXPERT_PARALLEL]
+    of_layers = mesh_of_this_rank(mesh.device_type) if layer_mesh is None else layer_mesh
+    plan.replace_parameters(divide_experts(experts, mesh, of_layers))
+    of_experts = counted(len(experts), "module")
+    log("%s: the experts of %s divided among %d ranks", class_name(plan.model), of_experts, mesh.size())
+
+
+def _add_checks(root: nn.Module, layers: TensorPlan | None) -> None:
+    """Store the sums of frozen parameters, and compare batches between ranks that share layers in each forward."""
+    store_initial_sums(root)
+    if layers is not None:
+        check_batches(root, layers.size)
+
+
+def _prefetch_order(plan: ShardPlan, depth: int | None) -> PrefetchOrder | None:
+    units = [unit.module for unit in plan.units if unit.kind not in ("root", "vision")]
+    return None if depth is None else PrefetchOrder(units, depth)
 
 
 def _add_collective_hooks(plan: ShardPlan, debug_divergence_seconds: float) -> None:

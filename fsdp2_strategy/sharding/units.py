@@ -13,12 +13,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
 )
 
-from fsdp2_strategy.distributed.mesh import build_mesh
+from fsdp2_strategy.distributed.mesh import build_mesh, data_parallel_mesh
 from fsdp2_strategy.distributed.process_group import current_device
 from fsdp2_strategy.errors import ShardError
 from fsdp2_strategy.hf.skeleton import keep_recorded_outputs
@@ -27,10 +28,21 @@ from fsdp2_strategy.sharding.plan import ShardPlan, Unit
 from fsdp2_strategy.sharding.precision import Precision
 
 
-def shard_units(plan: ShardPlan, mesh: DeviceMesh, reshard_after_forward: bool | int, *, cpu_offload: bool) -> None:
-    """Call `fully_shard` on each unit of a plan: the deepest units first, the root last."""
+def shard_units(
+    plan: ShardPlan,
+    mesh: DeviceMesh,
+    reshard_after_forward: bool | int,
+    *,
+    cpu_offload: bool,
+    expert_view: DeviceMesh | None = None,
+) -> None:
+    """Call `fully_shard` on each unit of a plan: the deepest units first, the root last.
+
+    Units of the kind "experts" are sharded on ``expert_view``, a mesh from `expert_mesh`.
+    """
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
     shard = functools.partial(fully_shard, mesh=mesh, offload_policy=offload, ignored_params=_replicate(plan))
+    of_experts = mesh if expert_view is None else data_parallel_mesh(expert_view)
     root_policy = MixedPrecisionPolicy()
     for unit in sorted(plan.units, key=lambda unit: -unit.depth):
         policy = _policy(unit, plan.precision)
@@ -39,8 +51,12 @@ def shard_units(plan: ShardPlan, mesh: DeviceMesh, reshard_after_forward: bool |
             root_policy = policy
         elif unit.kind == "vision":
             shard(unit.module, mesh=build_mesh(1), mp_policy=policy, reshard_after_forward=reshard)
+        elif unit.kind == "experts":
+            shard(unit.module, mesh=of_experts, mp_policy=policy, reshard_after_forward=reshard)
         else:
             shard(unit.module, mp_policy=policy, reshard_after_forward=reshard)
+        if unit.kind == "head" and unit.stays_gathered and reshard_after_forward:
+            unit.module.register_forward_hook(_reshard_without_backward)
     shard(plan.model, mp_policy=root_policy, reshard_after_forward=_reshard_of_root(reshard_after_forward))
     for module in (plan.model, *(unit.module for unit in plan.units)):
         keep_recorded_outputs(module)
@@ -78,7 +94,13 @@ def reshard_of(unit: Unit, plan: ShardPlan, reshard_after_forward: bool | int) -
         return _reshard_of_root(reshard_after_forward)
     if unit.stays_gathered:
         return False
-    return bool(reshard_after_forward) if unit.kind == "vision" else reshard_after_forward
+    return bool(reshard_after_forward) if unit.kind in ("vision", "experts") else reshard_after_forward
+
+
+def _reshard_without_backward(unit: nn.Module, *_: object) -> None:
+    """Reshard a unit that stays gathered for backward, if no backward will follow; a forward hook."""
+    if isinstance(unit, FSDPModule) and not torch.is_grad_enabled():
+        unit.reshard()
 
 
 def _reshard_of_root(reshard_after_forward: bool | int) -> bool | int | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-import os
 from collections.abc import Callable, Collection, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import asdict
@@ -157,8 +156,15 @@ class VLAFSDPStrategy(TrainingStrategy):
                 raise ConfigError(
                     f"cannot configure: {name} is {value}, expected at least {least}. Pass a larger number."
                 )
+        config = config or StrategyConfig()
+        for name in ("sequence_parallel_size", "tensor_parallel_size"):
+            if getattr(config, name) > 1:
+                raise ConfigError(
+                    f"cannot configure: {name} is {getattr(config, name)}, expected 1, because the training loop of "
+                    "this class draws other batches on each rank. Use FSDPV2Strategy and a loop of your own."
+                )
         super().__init__(
-            config=(config or StrategyConfig()).replace(
+            config=config.replace(
                 max_norm=max_grad_norm or 0.0,
                 micro_train_batch_size=per_device_batch_size,
                 train_batch_size=global_batch_size,
@@ -299,7 +305,7 @@ class VLAFSDPStrategy(TrainingStrategy):
 
     def _node_shard_size(self) -> int:
         """Return the number of ranks per node; -1 (all ranks) if it is not a proper divisor of the world size."""
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        local = process_group.local_world_size(self.world_size)
         return local if 0 < local < self.world_size and self.world_size % local == 0 else -1
 
     @property

@@ -46,8 +46,14 @@ def removals_at_once():
     return patch.object(directory, "Thread", AtOnce)
 
 
-def dies_at(point, save):
-    """Call ``save``, and die before its call number ``point`` on the disk; say whether there was one."""
+def dies_at(point, save, further=()):
+    """Call ``save``, and die before its call number ``point`` on the disk; say whether there was one.
+
+    Args:
+        point: number of the call.
+        save: the save.
+        further: owners and names of calls to count in addition to `ON_DISK`.
+    """
     countdown = point
 
     def dying(original):
@@ -61,7 +67,7 @@ def dies_at(point, save):
         return call
 
     with ExitStack() as patches:
-        for owner, name in ON_DISK:
+        for owner, name in (*ON_DISK, *further):
             patches.enter_context(patch.object(owner, name, dying(getattr(owner, name))))
         try:
             save()

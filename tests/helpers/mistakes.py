@@ -30,6 +30,7 @@ from fsdp2_strategy import (
     OptimizerError,
     ResumableLoader,
     RolloutError,
+    SequenceError,
     ShardError,
     StepError,
     StrategyConfig,
@@ -142,13 +143,53 @@ def a_mistyped_argument_of_a_method(folder):
 
 
 @mistake(
-    "cannot configure: sp_size is 2, expected None or 0 or 1",
+    "cannot configure: pp_size is 2, expected None or 0 or 1",
     ConfigError,
-    "The trainer's arguments request sequence parallelism.",
-    "Remove the option. The same holds for other parallel sizes and for `grad_accum_dtype`.",
+    "The trainer's arguments request pipeline parallelism.",
+    "Remove the option. The same holds for expert parallelism, and for `grad_accum_dtype`.",
 )
 def a_capability_that_we_lack(folder):
-    FSDPV2Strategy(args=Namespace(sp_size=2))
+    FSDPV2Strategy(args=Namespace(pp_size=2))
+
+
+@mistake(
+    "cannot train: sequence_parallel_size is 3, expected a divisor of the number of ranks 2",
+    MeshError,
+    "The ranks cannot be divided into groups that share sequences.",
+    "Use a divisor of the number of ranks.",
+)
+def a_sequence_parallel_size_that_does_not_divide_the_ranks(folder):
+    FSDPV2Strategy(args=Namespace(sp_size=3))
+
+
+@mistake(
+    "cannot train: tensor_parallel_size is 3, expected a divisor of the number of ranks 2",
+    MeshError,
+    "The ranks cannot be divided into groups that share layers.",
+    "Use a divisor of the number of ranks.",
+)
+def a_tensor_parallel_size_that_does_not_divide_the_ranks(folder):
+    FSDPV2Strategy(args=Namespace(tp_size=3))
+
+
+@mistake(
+    "cannot split the layers of Linear: it has no plan for tensor parallelism",
+    ShardError,
+    "`tensor_parallel_size` is above 1, and the layers of this model cannot be split; the message says why.",
+    "Pass `tensor_parallel_plan`, or set `tensor_parallel_size=1`.",
+)
+def a_model_without_a_plan_for_its_layers(folder):
+    strategy_for(tensor_parallel_size=2).prepare_model(nn.Linear(4, 4), is_training=True)
+
+
+@mistake(
+    "sequence_parallel_size is 2 and sp_size is 4, expected one value",
+    ConfigError,
+    "Two names of one setting have different values.",
+    "Set only `sequence_parallel_size`.",
+)
+def two_sequence_parallel_sizes(folder):
+    FSDPV2Strategy(args=Namespace(sequence_parallel_size=2, sp_size=4))
 
 
 @mistake(
@@ -338,6 +379,16 @@ def other_weights_on_each_rank(folder):
 
 
 @mistake(
+    "cannot split sequences: Linear is not a model of transformers",
+    SequenceError,
+    "`sequence_parallel_size` is above 1, and the sequences of this model cannot be split; the message says why.",
+    "Set `sequence_parallel_size=1`.",
+)
+def a_model_whose_sequences_cannot_be_split(folder):
+    strategy_for(sequence_parallel_size=2).prepare_model(nn.Linear(4, 4), is_training=True)
+
+
+@mistake(
     "cannot build an optimizer: no parameter of Linear is trainable",
     OptimizerError,
     "All parameters are frozen.",
@@ -521,6 +572,17 @@ def a_forward_of_an_offloaded_model(folder):
     model, *_ = prepared(strategy)
     strategy.offload_model(model)
     loss_of("llama", model, batch_of("llama", 0, dist.get_rank()))
+
+
+@mistake(
+    "input_ids, labels of rank 1 differ from those of rank 0, expected the same batch on the ranks 0, 1",
+    SequenceError,
+    "Ranks that share sequences drew different batches, for example by `rank` and `world_size`.",
+    "Draw batches by `strategy.dp_rank` and `strategy.dp_size`; `ResumableLoader` and `setup_dataloader` do.",
+)
+def other_batches_on_ranks_that_share_sequences(folder):
+    ids = torch.full((2, 32), dist.get_rank())
+    strategy_for(sequence_parallel_size=2).shard_sequence({"input_ids": ids, "labels": ids})
 
 
 @mistake(
@@ -1117,7 +1179,7 @@ def a_save_on_rank_0_alone(folder):
     strategy, model, _ = impatient()
     if strategy.is_rank_0():
         strategy.save_ckpt(model, folder / "ckpts")
-    time.sleep(8)
+    time.sleep(12)
 
 
 @mistake(

@@ -110,12 +110,18 @@ def assert_parameters_close(
 
 
 class Unsharded:
-    """Train a copy of a model on the batches of all ranks, in this process."""
+    """Train a copy of a model on the batches of all ranks, in this process.
 
-    def __init__(self, model: nn.Module, loss: Loss, *, max_norm: float = 0.0, **options: Any) -> None:
+    ``ranks`` is the number of ranks that gradients are averaged over: of those that do not share batches.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss: Loss, *, max_norm: float = 0.0, ranks: int | None = None, **options: Any
+    ) -> None:
         self.model = copy.deepcopy(model)
         self.loss = loss
         self.max_norm = max_norm
+        self.ranks = ranks or dist.get_world_size()
         self.optimizer = build_optimizer(self.model, **options)
         self.grads: dict[str, torch.Tensor] = {}
 
@@ -133,7 +139,7 @@ class Unsharded:
         parameters = named_parameters(self.model)
         for parameter in parameters.values():
             if parameter.grad is not None:
-                parameter.grad /= dist.get_world_size()
+                parameter.grad /= self.ranks
         self.grads = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
         norm = math.sqrt(sum(g.double().square().sum().item() for g in self.grads.values()))
         if self.max_norm and norm > self.max_norm:

@@ -9,6 +9,7 @@ SHRUNK = {
     "SCRATCH_BYTES": 1024,
     "SMALL_READ_BYTES": 256,
     "SHORT_READ_BYTES": 32,
+    "STRIDED_ROW_BYTES": 200,
     "COMPUTED_BYTES": 1000,
     "COPY_BYTES": 1000,
     "CONVERSION_BYTES": 1000,
@@ -17,6 +18,7 @@ SHRUNK = {
     "OFFLOAD_BYTES": 1 << 14,
     "BUCKET_BYTES": 5000,
     "LARGE_BYTES": 3000,
+    "COMPARED_BYTES": 600,
     "GATHER_BYTES": 3000,
     "MERGED_ROWS": 16,
     "MERGED_EXPERTS": 2,
@@ -29,8 +31,10 @@ look at, and `test_sizes` splits some."""
 
 FILES = (
     "test_async.py",
+    "test_boxes.py",
     "test_checkpoint.py",
     "test_checkpoint_format.py",
+    "test_differences.py",
     "test_export.py",
     "test_lerobot_layout.py",
     "test_lora.py",
@@ -38,6 +42,7 @@ FILES = (
     "test_only_trainable.py",
     "test_outside.py",
     "test_rollout.py",
+    "test_trainer_layout.py",
     "test_weights.py",
 )
 """Whose tests run a second time so."""
