@@ -94,6 +94,7 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/policy.py
 	$(BIN)/python benchmarks/logprob.py
 	$(BIN)/python benchmarks/trainer.py
+	$(BIN)/python benchmarks/sequence.py
 
 gpu: .venv/installed
 	$(BIN)/python benchmarks/gpu.py

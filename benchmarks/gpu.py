@@ -249,8 +249,11 @@ def reference_loop(model: nn.Module) -> Loop:
     """Shard and train with plain torch, in the same way as the strategy."""
     mesh = init_device_mesh(device().type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for unit in [*model.model.layers, model.model.embed_tokens, model.lm_head, model]:
+    for unit in [*model.model.layers, model.model.embed_tokens]:
         fully_shard(unit, mesh=mesh, mp_policy=policy)
+    # The backward pass begins with the head, so nothing is won by freeing it after its forward.
+    fully_shard(model.lm_head, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == is_matrix] for is_matrix in (True, False))
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=learning_rate_of(model), weight_decay=0.1, fused=True)

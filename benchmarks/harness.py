@@ -36,7 +36,7 @@ import xxhash
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MixtralConfig
 
 from fsdp2_strategy.hf.safetensors_format import memory_of
 
@@ -150,6 +150,15 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def mixtral_config(*, smoke: bool) -> MixtralConfig:
+    """Configure a Mixtral of 0.4 billion fp32 parameters, or a tiny one."""
+    shape, vocab_size = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 6}, 32000
+    if smoke:
+        shape, vocab_size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}, 128
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8}
+    return MixtralConfig(**shape, **heads, num_local_experts=8, vocab_size=vocab_size, dtype=torch.float32)
+
+
 def llama_config(size: str, *, smoke: bool) -> LlamaConfig:
     """Configure a Llama of 0.4 billion fp32 or 1.5 billion bf16 parameters, or a tiny one of the same dtype."""
     shape, dtype = {
@@ -195,6 +204,12 @@ def proc_value(name: str, file: str = "status") -> int:
     return int(value[0]) * (1024 if value[-1] == "kB" else 1)
 
 
+def loopback_bytes() -> int:
+    """Return how many bytes all processes of this machine have sent to each other over the network so far."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    return next(int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("lo:"))
+
+
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
@@ -204,13 +219,24 @@ class ValuesError(Exception):
 
 @torch.no_grad()
 def fill(tensors: Sequence[torch.Tensor]) -> None:
-    """Fill this rank's part of each tensor with values that differ between tensors and ranks."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    """Fill this rank's part of each tensor with values that differ between tensors and parts; replicas are equal."""
+    ranks = dist.get_world_size()
     for i, tensor in enumerate(tensors):
-        flat = local_of(tensor).reshape(-1)
+        flat, rank = local_of(tensor).reshape(-1), part_of(tensor)
         # Much faster than a random generator.
         torch.arange(flat.numel(), dtype=torch.float32, out=(scratch := torch.empty(0)))
         flat.copy_(scratch.mul_(1e-6).add_(0.01 + 0.001 * (i * ranks + rank)))
+
+
+def part_of(tensor: torch.Tensor) -> int:
+    """Return the number of this rank's part of a tensor: the rank, or its position in a mesh of some of the ranks."""
+    if not isinstance(tensor, DTensor):
+        return dist.get_rank()
+    position = 0
+    for axis, placement in enumerate(tensor.placements):
+        if not placement.is_replicate():
+            position = position * tensor.device_mesh.size(axis) + tensor.device_mesh.get_local_rank(axis)
+    return position
 
 
 def digest_of(tensor: torch.Tensor) -> str:
@@ -255,6 +281,7 @@ def turn(call: Callable[[], object], finish: Callable[[object], None] = id) -> d
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     resident, read, written = proc_value("VmRSS"), proc_value("rchar", "io"), proc_value("wchar", "io")
+    moved = loopback_bytes()
     dist.barrier(harness_group())
     start = time.perf_counter()
     try:
@@ -270,6 +297,7 @@ def turn(call: Callable[[], object], finish: Callable[[object], None] = id) -> d
         "peak_bytes": proc_value("VmHWM") - resident,
         "read_bytes": proc_value("rchar", "io") - read,
         "written_bytes": proc_value("wchar", "io") - written,
+        "moved_bytes": loopback_bytes() - moved,
     }
 
 
@@ -310,6 +338,7 @@ def summary(turns: list[list[dict]]) -> dict:
         "peak_bytes": max(rank["peak_bytes"] for ranks in turns for rank in ranks),
         "read_bytes": statistics.median(sum(rank["read_bytes"] for rank in ranks) for ranks in turns),
         "written_bytes": statistics.median(sum(rank["written_bytes"] for rank in ranks) for ranks in turns),
+        "moved_bytes": statistics.median(ranks[0]["moved_bytes"] for ranks in turns),
     }
 
 
