@@ -37,7 +37,7 @@ from fsdp2_strategy.distributed.lost_ranks import collective, disconnect, report
 from fsdp2_strategy.distributed.mesh import auto_shard_size, build_mesh, forget_meshes, group_of, groups_that_share
 from fsdp2_strategy.distributed.preemption import Preemption
 from fsdp2_strategy.distributed.tcp_rendezvous import Rendezvous
-from fsdp2_strategy.errors import SequenceError, ShardError, StepError, counted, some
+from fsdp2_strategy.errors import FSDP2StrategyError, SequenceError, ShardError, StepError, counted, some
 from fsdp2_strategy.hf.export import save_model
 from fsdp2_strategy.hf.load import load_pretrained
 from fsdp2_strategy.hf.meta.init_on_meta import init_on_meta
@@ -255,8 +255,14 @@ class TrainingStrategy:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
+        """Call `close`. If the block raised an error, an error of `close` becomes a note of it."""
+        try:
+            self.close()
+        except FSDP2StrategyError as failed:
+            if error is None:
+                raise
+            error.add_note(f"Closing the strategy then failed: {failed}")
 
     # --- models --------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import importlib.util
 import os
 import re
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 from unittest.mock import patch
 
@@ -26,10 +28,22 @@ import ray
 import ray_grpo
 from helpers.training import prepared, train
 
-from fsdp2_strategy import FSDPV2Strategy, MeshError, Rendezvous, RendezvousServer, RolloutError, StrategyConfig
+from fsdp2_strategy import (
+    CheckpointError,
+    FSDPV2Strategy,
+    MeshError,
+    Rendezvous,
+    RendezvousServer,
+    RolloutError,
+    StrategyConfig,
+)
 from fsdp2_strategy.distributed import process_group
 
-pytestmark = [pytest.mark.full, pytest.mark.xdist_group("ray")]
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.xdist_group("ray"),
+    pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning"),  # of Ray
+]
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "docs" / "examples" / "ray_grpo.py"
@@ -86,6 +100,8 @@ def runtime():
         ray.init(**options, logging_level="ERROR", log_to_driver=False, _temp_dir=str(folder))
         yield
         ray.shutdown()
+        with warnings.catch_warnings(action="ignore", category=ResourceWarning):
+            gc.collect()  # processes and sockets that Ray has not closed
 
 
 # --- actors ----------------------------------------------------------------------------------------------------------
@@ -146,9 +162,16 @@ class LenientReward:
 
 
 @pytest.fixture(scope="module")
-def actors(runtime, args):
+def first_actors(runtime, args):
     with patch.object(ray_grpo, "Reward", LenientReward):
         yield ray_grpo.Actors(args)
+
+
+@pytest.fixture
+def actors(first_actors):
+    """All of them alive, also after a test that failed."""
+    first_actors.replace_dead()
+    return first_actors
 
 
 def run_of(args, name, **changes):
@@ -163,10 +186,10 @@ def log_of(run):
 
 
 @pytest.fixture(scope="module")
-def expected(actors, args):
+def expected(first_actors, args):
     """What an undisturbed run logs, by step."""
     run = run_of(args, "undisturbed")
-    assert actors.train(run, {}) == []
+    assert first_actors.train(run, {}) == []
     entries = log_of(run)
     assert [entry["step"] for entry in entries] == list(range(1, 17))
     assert all(entry["loss"] != 0 and entry["grad_norm"] > 0 for entry in entries)
@@ -206,7 +229,9 @@ def test_a_run_that_loses_each_kind_of_actor_goes_on_with_the_same_losses(actors
     assert actors.replace_dead() == ["reward"]
 
     texts, types = attempt(actors, run, {3: "trainer 1"})
-    assert types == {"trainer 0": RuntimeError, "trainer 1": ray.exceptions.ActorDiedError}
+    # A save that was in flight reports the lost rank, if the trainer waits for it first.
+    assert types["trainer 0"] in (RuntimeError, CheckpointError)
+    assert types["trainer 1"] is ray.exceptions.ActorDiedError
     assert re.search(r"Rank 0 was in .*: rank 1 did not make this call, or ended without a report", texts["trainer 0"])
     assert actors.replace_dead() == ["trainer 1"]
 
@@ -219,7 +244,8 @@ def test_a_run_that_loses_each_kind_of_actor_goes_on_with_the_same_losses(actors
     assert actors.replace_dead() == ["engine 0"]
 
     texts, types = attempt(actors, run, {7: "trainer 0"})
-    assert types == {"trainer 1": RuntimeError, "trainer 0": ray.exceptions.ActorDiedError}
+    assert types["trainer 1"] in (RuntimeError, CheckpointError)
+    assert types["trainer 0"] is ray.exceptions.ActorDiedError
     assert "rank 0 did not make this call, or ended without a report" in texts["trainer 1"]
     assert actors.replace_dead() == ["trainer 0"]
 

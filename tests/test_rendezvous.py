@@ -15,7 +15,17 @@ import torch.distributed as dist
 from helpers.pool import processes
 from helpers.training import prepared, train
 
-from fsdp2_strategy import FSDPV2Strategy, MeshError, Rendezvous, RendezvousServer, StepError, StrategyConfig
+from fsdp2_strategy import (
+    CheckpointError,
+    FSDPV2Strategy,
+    MeshError,
+    Rendezvous,
+    RendezvousServer,
+    StepError,
+    StrategyConfig,
+)
+from fsdp2_strategy.checkpoint import background_save
+from fsdp2_strategy.checkpoint import save as saving
 from fsdp2_strategy.distributed import process_group, tcp_rendezvous
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.rendezvous import fresh_store
@@ -255,3 +265,45 @@ def test_ranks_hear_of_an_error_of_a_rank_whose_process_stays_alive(tmp_path):
     notes = [note for each in heard[:2] for note in each["notes"]]
     assert len(notes) == 2 and all("was in the call to compute a number (all_reduce)" in note for note in notes), notes
     assert any("rank 2 ended with FileNotFoundError: an error of the program" in note for note in notes), notes
+
+
+def die_during_a_save(address, rank, folder):
+    """Rank 1 is killed in the background thread of its save, while rank 0 trains on."""
+    write = saving.write_components
+
+    def killed(*args):
+        if rank == 1:
+            os._exit(0)
+        return write(*args)
+
+    with pytest.raises(RuntimeError) as lost, joined(Rendezvous(address, rank, 2)) as strategy:
+        model, *_ = prepared(strategy, "mlp")
+        with patch.object(saving, "write_components", killed):
+            strategy.save_ckpt(model, Path(folder, "ckpts"), "tag", async_save=True)
+            with all_or_none("compute a number", StepError):
+                background_save._in_flight[0].ended.wait(60)
+    assert len(lost.value.__notes__) == 2
+    first, second = lost.value.__notes__
+    assert "was in the call to compute a number" in first
+    assert "rank 1 did not make this call, or ended without a report" in first
+    assert second.startswith("Closing the strategy then failed: cannot save ")
+
+
+def lose_a_rank_in_a_save(address, rank, folder):
+    strategy = joined(Rendezvous(address, rank, 2))
+    model, *_ = prepared(strategy, "mlp")
+    if rank == 1:
+        with patch.object(saving, "write_components", lambda *_: os._exit(0)):
+            strategy.save_ckpt(model, Path(folder, "ckpts"), "tag", async_save=True)
+            threading.Event().wait(60)
+    strategy.save_ckpt(model, Path(folder, "ckpts"), "tag", async_save=True)
+    with pytest.raises(CheckpointError, match="cannot save ") as failed:
+        strategy.wait_for_checkpoint()
+    [note] = failed.value.__notes__
+    assert "rank 1 did not make this call, or ended without a report" in note
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("lose", [die_during_a_save, lose_a_rank_in_a_save])
+def test_the_error_of_a_block_and_the_lost_rank_are_named_if_a_save_fails_too(tmp_path, lose):
+    run(lose, 2, str(tmp_path))

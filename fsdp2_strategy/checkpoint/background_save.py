@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.log import logger
+from fsdp2_strategy.distributed.lost_ranks import add_note
 from fsdp2_strategy.distributed.process_group import (
     current_device,
     group_among,
@@ -95,7 +96,11 @@ class _Save:
         try:
             set_device(self._device)
             with on_group(self._group):
-                self._work()
+                try:
+                    self._work()
+                except RuntimeError as error:
+                    add_note(error, f"the save of {self._name}")
+                    raise
         except BaseException as error:  # noqa: BLE001  any error ends the save; the trainer's thread raises it
             self._error = error
             if is_rank_0() or not isinstance(error, FSDP2StrategyError):  # our own errors are the same on all ranks
@@ -113,6 +118,8 @@ class _Save:
         """
         if isinstance(self._error, Exception) and not isinstance(self._error, FSDP2StrategyError):
             failed = CheckpointError(f"cannot save {self._name}: {self._error}")
+            for note in getattr(self._error, "__notes__", []):
+                failed.add_note(note)
             raise failed.with_traceback(self._error.__traceback__) from None
         if self._error is not None:
             raise self._error
