@@ -209,7 +209,7 @@ def survey(contestant: str, names: list[str], args: object) -> dict[str, str | N
         failed = {name: error for answers in by_rank for name, error in answers.items() if error is not None}
         passed = [name for name in rest if all(answers.get(name, lost) is None for answers in by_rank)]
         if not failed:  # no rank has written an error: it crashed or waits in the first type without all answers
-            failed = {name: lost for name in [name for name in rest if name not in passed][:1]}
+            failed = dict.fromkeys([name for name in rest if name not in passed][:1], lost)
         found |= {**dict.fromkeys(passed), **failed}
         print(f"{contestant}: {len(found)} of {len(names)}", flush=True)
     return found

@@ -33,6 +33,7 @@ from torch.nn.functional import linear, pad
 from fsdp2_strategy import sizes
 from fsdp2_strategy.config.arguments import check_inputs
 from fsdp2_strategy.distributed.agreement import all_or_none
+from fsdp2_strategy.distributed.torch_internals import all_gather_single
 from fsdp2_strategy.errors import LogProbError
 from fsdp2_strategy.model.fsdp_state import class_name, is_sharded
 from fsdp2_strategy.model.ranks import on_ranks_of
@@ -274,7 +275,7 @@ class _Vocabulary:
         longest = max(self.sizes)  # all parts but the last have equal sizes
         padded = pad(logits, (0, longest - logits.shape[-1])).contiguous()
         parts = padded.new_empty((len(self.sizes) * len(padded), longest))
-        dist.all_gather_into_tensor(parts, padded, group=self.group)
+        all_gather_single(parts, padded, group=self.group)
         of_ranks = zip(parts.view(len(self.sizes), len(padded), longest), self.sizes, strict=True)
         return torch.cat([part[:, :size] for part, size in of_ranks], dim=-1)
 

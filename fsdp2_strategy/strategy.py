@@ -153,8 +153,11 @@ class FSDPV2Strategy(TrainingStrategy):
 
     @collective
     def all_reduce(self, data: Any, op: collectives.Op = "mean") -> Any:
-        """Reduce numbers, tensors and dicts of them over all ranks; collective; see `collectives.all_reduce`."""
-        return collectives.all_reduce(data, op)
+        """Reduce numbers, tensors and dicts of them over all ranks; collective; see `collectives.all_reduce`.
+
+        Ranks that share layers have the same batch: in a sum, they count once.
+        """
+        return collectives.all_reduce(data, op, copies=self.tp_size)
 
     @collective
     def all_gather(self, data: Any) -> Any:

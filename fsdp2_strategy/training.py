@@ -27,7 +27,7 @@ from fsdp2_strategy.checkpoint import LeRobotLayout, Loader, end_saving, load_ch
 from fsdp2_strategy.checkpoint.background_save import forget_groups
 from fsdp2_strategy.checkpoint.data_position import DataPositionMode, Later
 from fsdp2_strategy.checkpoint.random_state import seed_everything
-from fsdp2_strategy.config.aliases import resolve_aliases
+from fsdp2_strategy.config.aliases import PARALLEL_SIZES, resolve_aliases
 from fsdp2_strategy.config.arguments import check_keywords
 from fsdp2_strategy.config.strategy_config import ShardSize, StrategyConfig
 from fsdp2_strategy.distributed import process_group as ranks
@@ -37,7 +37,7 @@ from fsdp2_strategy.distributed.lost_ranks import collective, disconnect, report
 from fsdp2_strategy.distributed.mesh import auto_shard_size, build_mesh, forget_meshes, group_of, groups_that_share
 from fsdp2_strategy.distributed.preemption import Preemption
 from fsdp2_strategy.distributed.tcp_rendezvous import Rendezvous
-from fsdp2_strategy.errors import FSDP2StrategyError, SequenceError, ShardError, StepError, counted, some
+from fsdp2_strategy.errors import ConfigError, FSDP2StrategyError, SequenceError, ShardError, StepError, counted, some
 from fsdp2_strategy.hf.export import save_model
 from fsdp2_strategy.hf.load import load_pretrained
 from fsdp2_strategy.hf.meta.init_on_meta import init_on_meta
@@ -137,8 +137,6 @@ class TrainingStrategy:
         self.world_size = self._trainers.count
         self.accumulated_gradient = self.config.accumulation_steps(self.dp_size)
         self._trainers.begin()
-        shared = self.config.ranks_per_batch
-        self._batch_groups = groups_that_share(shared) if shared > 1 else None
         self._states: WeakKeyDictionary[nn.Module, _TrainingState] = WeakKeyDictionary()
         self._preemption = Preemption()
         self.set_seed(self.config.seed)
@@ -196,13 +194,13 @@ class TrainingStrategy:
         return self._ranks_that_share(self.tp_size)
 
     def _ranks_that_share(self, size: int) -> dist.ProcessGroup:
-        return self._batch_groups[0] if size > 1 and self._batch_groups else group_of([dist.get_rank()])
+        return groups_that_share(self.config.ranks_per_batch)[0] if size > 1 else group_of([dist.get_rank()])
 
     @property
     def dp_group(self) -> dist.ProcessGroup:
         """The ranks that compute the same part of other batches; all ranks if no ranks share sequences or layers."""
         everyone: Any = ranks.group_in_use() or dist.group.WORLD
-        return self._batch_groups[1] if self._batch_groups else everyone
+        return groups_that_share(shared)[1] if (shared := self.config.ranks_per_batch) > 1 else everyone
 
     @staticmethod
     def is_rank_0() -> bool:
@@ -305,6 +303,7 @@ class TrainingStrategy:
             CheckpointError: on every rank: the weights of a model on the meta device cannot be loaded.
             SequenceError: on every rank: ``sequence_parallel_size`` is above 1, and the sequences of a model that is
                 trained cannot be split.
+            ConfigError: on every rank: a parallel size of the configuration differs between ranks.
         """
         if model is None:
             return model
@@ -313,6 +312,7 @@ class TrainingStrategy:
         if not _should_shard(model):
             return model
         config = self.config
+        self._check_same_sizes()
         settings = self._plan_settings(model, config, is_training, shard_size, reshard_after_forward)
         shard_model(
             model,
@@ -328,6 +328,23 @@ class TrainingStrategy:
         if self.sp_size > 1:
             prepare_for_split(model, self.sp_group, is_training=is_training)
         return model
+
+    def _check_same_sizes(self) -> None:
+        """Raise on every rank if a parallel size differs between them, before groups of these sizes are made."""
+        own = {name: getattr(self.config, name) for name in PARALLEL_SIZES}
+        sizes: list[dict[str, int]] = [own] * self.world_size
+        dist.all_gather_object(sizes, own, group=ranks.group_in_use())
+        for name in PARALLEL_SIZES:
+            values = [each[name] for each in sizes]
+            if len(set(values)) > 1:
+                of_ranks = ", ".join(
+                    f"{value} on {some([str(rank) for rank, each in enumerate(values) if each == value], 'rank')}"
+                    for value in sorted(set(values))
+                )
+                raise ConfigError(
+                    f"cannot shard a model: {name} is {of_ranks}, expected the same number on all ranks. Start all "
+                    "ranks with the same configuration."
+                )
 
     @collective
     def shard_sequence(self, batch: Mapping[str, Any]) -> dict[str, Any]:

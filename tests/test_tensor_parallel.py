@@ -30,6 +30,7 @@ from torch.nn.functional import dropout
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from fsdp2_strategy import (
+    ConfigError,
     FSDPV2Strategy,
     MeshError,
     ShardError,
@@ -44,6 +45,7 @@ from fsdp2_strategy.hf.skeleton import meta_skeleton
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.model.offload import offload, reload
 from fsdp2_strategy.model.ranks import ranks_per_layer
+from fsdp2_strategy.sharding import tensor_check
 from fsdp2_strategy.sharding.tensor_parallel import split_layers
 from fsdp2_strategy.sharding.tensor_plan import TensorPlan, plan_tensor_parallel
 
@@ -575,6 +577,75 @@ def test_other_batches_on_ranks_that_share_layers_are_an_error_on_every_rank():
         model(ids)
     assert all(isinstance(p, DTensor) for p in model.parameters()), "nothing is left gathered"
     assert same_on_all_ranks(model(torch.ones_like(ids), use_cache=False).logits.sum().item())
+
+
+@pytest.mark.ranks(4)
+def test_other_losses_on_ranks_that_share_layers_are_an_error_on_every_rank():
+    """The labels are not an input of the forward, which compares inputs only."""
+    strategy = split_over_two()
+    model = strategy.prepare_model(small(), is_training=True)
+    logits = model(input_ids=batch_for(model, strategy.dp_rank)["input_ids"]).logits
+    factor = 1.5 if dist.get_rank() == 3 else 1.0
+    with pytest.raises(StepError, match=r"the losses of the ranks 2, 3 are [\d.]+, [\d.]+, expected equal losses"):
+        strategy.backward(logits.square().mean() * factor, model)
+    strategy.backward(logits.square().mean() * (1 + 1e-6 * dist.get_rank()), model)  # rounding
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "expert_parallel_size", "sequence_parallel_size"])
+def test_sizes_that_differ_between_ranks_are_an_error_on_every_rank(name):
+    """Otherwise ranks would wait for each other while they make groups of different ranks."""
+    strategy = strategy_for(**{name: 1 + dist.get_rank()})
+    with pytest.raises(ConfigError, match=rf"{name} is 1 on 1 rank \(0\), 2 on 1 rank \(1\), expected the same number"):
+        strategy.prepare_model(small(), is_training=True)
+
+
+@pytest.mark.ranks(2)
+def test_experts_of_different_numbers_of_ranks_are_an_error_on_every_rank():
+    with pytest.raises(MeshError, match=r"ranks \[1\] differ from rank 0, expected the same expert_parallel_size"):
+        shard_model(small(), build_mesh(), expert_parallel_size=1 + dist.get_rank())
+
+
+@pytest.mark.ranks(2)
+def test_a_sum_over_ranks_counts_the_batch_of_ranks_that_share_layers_once():
+    strategy = split_over_two()
+    data = {"tokens": 7, "loss": torch.tensor(2.5), "ids": torch.tensor([3, 4])}
+    reduced = strategy.all_reduce(data, "sum")
+    assert reduced["tokens"] == 7 and isinstance(reduced["tokens"], int)
+    assert reduced["loss"].item() == 2.5 and reduced["ids"].tolist() == [3, 4] and reduced["ids"].dtype == torch.int64
+    assert strategy.all_reduce(7) == 7 and strategy.all_reduce(7, "max") == 7
+    assert strategy_for().all_reduce(7, "sum") == 14
+
+
+@pytest.mark.ranks(2)
+def test_a_model_is_prepared_again_only_with_the_same_split():
+    split, plain = split_over_two(), strategy_for()
+    model = split.prepare_model(mlps(), tensor_parallel_plan=Mlps.PLAN)
+    assert split.prepare_model(model) is model and split.prepare_model(model, tensor_parallel_plan=Mlps.PLAN) is model
+    with pytest.raises(ShardError, match="already sharded with tensor_parallel_size=2, expected 1"):
+        plain.prepare_model(model)
+    with pytest.raises(ShardError, match=r"already sharded with tensor_parallel_plan=.*, expected \{'up': 'colwise'\}"):
+        split.prepare_model(model, tensor_parallel_plan={"up": "colwise"})
+    with pytest.raises(ShardError, match="already sharded with tensor_parallel_size=1, expected 2"):
+        split.prepare_model(plain.prepare_model(mlps()))
+    with pytest.raises(ShardError, match="already sharded with expert_parallel_size=1, expected 2"):
+        strategy_for(expert_parallel_size=2).prepare_model(plain.prepare_model(mlps()))
+
+
+@pytest.mark.ranks(2)
+def test_an_error_in_a_split_module_names_the_module_and_its_style():
+    model = split_over_two().prepare_model(mlps(), tensor_parallel_plan={"layers.*.up": "rowwise"})
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as failed:
+        model(**batch_of_mlps(0))
+    assert "forward of layers.0.up, which the tensor-parallel plan splits by 'rowwise'" in failed.value.__notes__[0]
+
+
+@pytest.mark.ranks(2)
+def test_a_warning_says_that_the_plan_of_a_custom_model_is_not_checked():
+    with patch.object(tensor_check, "log") as log:
+        split_over_two().prepare_model(mlps(), tensor_parallel_plan=Mlps.PLAN)
+    [(_, *values)] = [call.args for call in log.call_args_list if "is not checked" in call.args[0]]
+    assert values == ["Mlps", "6 modules (layers.0.up, layers.0.down, layers.1.up, …)"]
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------

@@ -20,28 +20,28 @@ _ALIASES = {
     "sp_size": "sequence_parallel_size",
     "ulysses_sequence_parallel_size": "sequence_parallel_size",
     "tp_size": "tensor_parallel_size",
+    "tensor_model_parallel_size": "tensor_parallel_size",
     "ep_size": "expert_parallel_size",
+    "expert_model_parallel_size": "expert_parallel_size",
 }
 """Other names of fields."""
 
 _SIZE_ONE: tuple[object, ...] = (None, 0, 1)
-_PARALLEL_SIZES = ("sequence_parallel_size", "tensor_parallel_size", "expert_parallel_size")
-_NOT_GIVEN: dict[str, tuple[object, ...]] = dict.fromkeys(_PARALLEL_SIZES, _SIZE_ONE)
+PARALLEL_SIZES = ("sequence_parallel_size", "tensor_parallel_size", "expert_parallel_size")
+_NOT_GIVEN: dict[str, tuple[object, ...]] = dict.fromkeys(PARALLEL_SIZES, _SIZE_ONE)
 """Values in trainers' arguments that mean the default, besides None: trainers have several names of one size."""
 
-_ONE_VALUE = ("max_norm", *_PARALLEL_SIZES)
+_ONE_VALUE = ("max_norm", *PARALLEL_SIZES)
 """Fields whose names must not contradict each other."""
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "ring_attn_size": _SIZE_ONE,
     "cp_size": _SIZE_ONE,
     "context_parallel_size": _SIZE_ONE,
-    "tensor_model_parallel_size": _SIZE_ONE,
     "ds_tensor_parallel_size": _SIZE_ONE,
     "pp_size": _SIZE_ONE,
     "pipeline_parallel_size": _SIZE_ONE,
     "pipeline_model_parallel_size": _SIZE_ONE,
-    "expert_model_parallel_size": _SIZE_ONE,
     "grad_accum_dtype": (None, "fp32", "float32"),
 }
 """Names in trainers' arguments that request a capability that this package lacks, and the values that do not."""

@@ -24,12 +24,13 @@ _REDUCTIONS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.
 
 
 @collective
-def all_reduce(data: Any, op: Op = "mean") -> Any:
+def all_reduce(data: Any, op: Op = "mean", *, copies: int = 1) -> Any:
     """Reduce a tensor, a number or a nested dict of them over all ranks; collective.
 
     Args:
         data: the structure, with the same keys, shapes and dtypes on every rank; it is not modified.
         op: ``"mean"``, ``"max"`` or ``"sum"``.
+        copies: number of ranks that have the same values, and together count once in a sum.
 
     Returns:
         The same structure. Tensors keep their device and dtype, except that means of integer tensors are fp32. Numbers
@@ -52,7 +53,11 @@ def all_reduce(data: Any, op: Op = "mean") -> Any:
         sent = [_tensor(leaves[path]).to(device, dtype).reshape(-1) for path in paths]
         flat = torch.cat(sent)
         dist.all_reduce(flat, op=_REDUCTIONS[op], group=group_in_use())
-        flat = flat / world_size() if op == "mean" else flat
+        if op == "mean":
+            flat = flat / world_size()
+        elif op == "sum" and copies > 1:
+            is_inexact = flat.is_floating_point() or flat.is_complex()
+            flat = flat / copies if is_inexact else flat // copies
         for path, part in zip(paths, torch.split(flat, [len(s) for s in sent]), strict=True):
             reduced[path] = _restore_type(leaves[path], part, op)
     return _rebuilt(data, reduced.__getitem__)

@@ -1,6 +1,7 @@
-"""Compare a batch between ranks that must be given the same one.
+"""Compare batches and losses between ranks that must have the same ones.
 
-Input: the batches of this and other ranks. Output: the facts about them that are compared, and which differ.
+Input: the batches or losses of this and other ranks. Output: the facts about batches that are compared, and an error on
+every rank if they differ.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy.distributed.process_group import control_device, group_in_use, ranks_of, world_size
 from fsdp2_strategy.errors import StepError
+
+_LOSS_TOLERANCE = 1e-2
 
 
 def facts_of(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,9 +38,7 @@ def check_batches_of_groups(batch: Mapping[str, Any], size: int) -> None:
     facts = facts_of(batch)
     digest = hashlib.sha256(repr(facts).encode()).digest()
     own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(control_device())
-    digests = own.new_empty(world_size() * len(own))
-    dist.all_gather_into_tensor(digests, own, group=group_in_use())
-    groups = digests.view(-1, size, len(own))
+    groups = _gathered(own).view(-1, size, len(own))
     if bool((groups == groups[:, :1]).all()):
         return
     of_ranks: list[dict[str, Any]] = [{}] * world_size()
@@ -56,6 +57,39 @@ def check_batches_of_groups(batch: Mapping[str, Any], size: int) -> None:
                 )
                 error.is_agreed = True
                 raise error
+
+
+def check_losses_of_groups(loss: torch.Tensor, size: int) -> None:
+    """Raise on every rank if the loss differs within a group of ``size`` successive ranks; collective.
+
+    Losses may differ by rounding, for example by the order in which an accelerator adds numbers.
+
+    Raises:
+        StepError: losses differ by more than a relative `_LOSS_TOLERANCE`.
+    """
+    own = loss.detach().reshape(1).to(control_device(), torch.float64)
+    groups = _gathered(own).view(-1, size)
+    is_close = torch.isclose(groups, groups[:, :1], rtol=_LOSS_TOLERANCE, atol=1e-6, equal_nan=True)
+    if bool(is_close.all()):
+        return
+    ranks = ranks_of(group_in_use())
+    first = int((~is_close).any(dim=1).nonzero()[0])
+    sharing = ranks[first * size :][:size]
+    error = StepError(
+        f"cannot run backward: the losses of the ranks {', '.join(map(str, sharing))} are "
+        f"{', '.join(f'{value:.6g}' for value in groups[first].tolist())}, expected equal losses, because these ranks "
+        "share layers. Compute the loss from the same labels, advantages and masks on these ranks: draw data by "
+        "strategy.dp_rank and strategy.dp_size."
+    )
+    error.is_agreed = True
+    raise error
+
+
+def _gathered(own: torch.Tensor) -> torch.Tensor:
+    """Return the one-dimensional tensors of all ranks of the group in use, stacked; collective."""
+    gathered = [torch.empty_like(own) for _ in range(world_size())]
+    dist.all_gather(gathered, own, group=group_in_use())
+    return torch.stack(gathered)
 
 
 def differing_names(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

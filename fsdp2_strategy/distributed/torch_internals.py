@@ -40,6 +40,10 @@ TorchDispatchMode = _python_dispatch.TorchDispatchMode
 StridedShard = _StridedShard
 tree_flatten, tree_leaves, tree_map = _pytree.tree_flatten, _pytree.tree_leaves, _pytree.tree_map
 
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""torch 2.13 renames the function, and warns about calls by the earlier name."""
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 # --- FSDP2: a state -------------------------------------------------------------------------------------------------
 
 

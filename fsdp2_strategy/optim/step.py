@@ -33,6 +33,7 @@ from fsdp2_strategy.distributed.agreement import has_deferred_error, raise_defer
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import control_device, current_device, group_in_use, world_size
+from fsdp2_strategy.distributed.same_batch import check_losses_of_groups
 from fsdp2_strategy.distributed.torch_internals import local_of
 from fsdp2_strategy.errors import StepError, counted
 from fsdp2_strategy.model.buffers import have_buffers_changed
@@ -105,9 +106,13 @@ def backward(
     Raises:
         StepError: ``num_items_in_batch`` is not positive and finite; ``num_items`` or ``num_tokens`` is not an integer
             of at least 0 or a tensor of one; both numbers of items are given; only some backward passes of a step have
-            ``num_items``; or the loss is not a tensor with one element and an autograd graph.
+            ``num_items``; the loss is not a tensor with one element and an autograd graph; or, on every rank, the
+            losses of ranks that share layers differ.
     """
     _check_loss(loss)
+    layers = ranks_per_layer(model)
+    if layers > 1:
+        check_losses_of_groups(loss, layers)
     num_tokens = checked_tokens(num_tokens)
     num_items = checked_tokens(num_items, "num_items")
     own = accumulation_of(model)
@@ -127,7 +132,7 @@ def backward(
         )
     is_divided = num_items is None and loss_reduction == "mean"
     size = own.size(accumulation, accumulation_steps) if is_divided else None
-    factor = _loss_factor(size, items, world_size() // ranks_per_layer(model))
+    factor = _loss_factor(size, items, world_size() // layers)
     is_last = own.is_last(accumulation, accumulation_steps)
     if is_last != (own.last_sync is not False):
         set_gradient_sync(model, grad_sync, is_last=is_last)

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy.distributed.process_group import current_device, group_in_use
+from fsdp2_strategy.distributed.torch_internals import all_gather_single
 from fsdp2_strategy.model.boxes import LocalShard
 from fsdp2_strategy.model.placeholders import full_tensor_of, values_of
 from fsdp2_strategy.model.shards import ShardGroup, shard_group_of
@@ -208,9 +209,7 @@ class Bucket:
 def gather_rows(rows: torch.Tensor, own: int, group: Any) -> list[dist.Work]:
     """Start to gather the other ranks' rows in place; return the collectives to wait for; collective."""
     if rows.is_cuda:
-        # torch 2.13 renames the function.
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return [gather(rows.view(-1), rows[own], group=group, async_op=True)]
+        return [all_gather_single(rows.view(-1), rows[own], group=group, async_op=True)]
     # gloo's all-gather copies through a second buffer and takes three times as long.
     return [dist.broadcast(row, group_src=i, group=group, async_op=True) for i, row in enumerate(rows)]
 

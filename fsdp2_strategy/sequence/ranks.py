@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from fsdp2_strategy.distributed.torch_internals import all_gather_single, reduce_scatter_single
+
 T = TypeVar("T")
 
 
@@ -55,12 +57,12 @@ class ProcessRanks(SequenceRanks):
 
     def all_gather(self, part: torch.Tensor) -> torch.Tensor:  # noqa: D102
         full = part.new_empty((part.shape[0] * self.count, *part.shape[1:]))
-        dist.all_gather_into_tensor(full, part, group=self.group)
+        all_gather_single(full, part, group=self.group)
         return full
 
     def reduce_scatter(self, full: torch.Tensor) -> torch.Tensor:  # noqa: D102
         part = full.new_empty((full.shape[0] // self.count, *full.shape[1:]))
-        dist.reduce_scatter_tensor(part, full, group=self.group)
+        reduce_scatter_single(part, full, group=self.group)
         return part
 
 

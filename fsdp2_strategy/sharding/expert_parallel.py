@@ -28,6 +28,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fsdp2_strategy.distributed.mesh import divisors_of
 from fsdp2_strategy.errors import ShardError, counted, some
 from fsdp2_strategy.hf.library_internals import ATTRIBUTES_OF_EXPERTS, dispatch_to_experts, parallel_styles
 from fsdp2_strategy.model.fsdp_state import class_name
@@ -93,8 +94,8 @@ def _check_module(name: str, module: nn.Module, plan: Mapping[str, str], size: i
     if wrong := [own for own, parameter in divided.items() if parameter.shape[0] % size]:
         raise ShardError(
             f"cannot divide the experts of {name} among {size} ranks: {wrong[0]} has "
-            f"{counted(divided[wrong[0]].shape[0], 'expert')}, expected a number that {size} ranks divide. Use another "
-            "expert_parallel_size."
+            f"{counted(divided[wrong[0]].shape[0], 'expert')}, expected a number that {size} ranks divide. Use one "
+            f"of {divisors_of(divided[wrong[0]].shape[0])} as expert_parallel_size."
         )
 
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2_strategy.config.arguments import renamed_argument
 from fsdp2_strategy.config.strategy_config import MixedData
-from fsdp2_strategy.distributed.agreement import all_or_none
+from fsdp2_strategy.distributed.agreement import all_or_none, check_equal
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import after_forward, collective
 from fsdp2_strategy.distributed.mesh import (
@@ -29,12 +29,12 @@ from fsdp2_strategy.distributed.mesh import (
     tensor_parallel_mesh,
 )
 from fsdp2_strategy.distributed.torch_internals import module_of
-from fsdp2_strategy.errors import ShardError, counted, some
+from fsdp2_strategy.errors import MeshError, ShardError, counted, some
 from fsdp2_strategy.model.buffers import remember_buffers
 from fsdp2_strategy.model.fingerprint import store_initial_sums
 from fsdp2_strategy.model.fsdp_state import class_name, is_sharded, parameter_groups, reshard
 from fsdp2_strategy.model.names import clean
-from fsdp2_strategy.model.ranks import on_ranks_of, set_ranks_per_layer
+from fsdp2_strategy.model.ranks import on_ranks_of, ranks_per_layer, set_ranks_per_layer
 from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.model.wrappers import register_wrapper, unwrap_model
 from fsdp2_strategy.sharding.activation_checkpointing import recompute_activations
@@ -61,6 +61,8 @@ from fsdp2_strategy.sharding.vision_encoders import (
 )
 
 _IS_FOR_TRAINING = Slot[bool]("sharded for training")
+_EXPERT_SIZE = Slot[int]("ranks that divide experts")
+_GIVEN_PLAN = Slot[dict[str, str] | None]("plan of the user for layers")
 _DTYPES = Slot[dict[str, torch.dtype]]("dtypes of shards for training")
 
 
@@ -137,7 +139,6 @@ def shard_model(
             in `tensor_plan`.
         debug_divergence_seconds: if positive, raise an error that names the rank and the unit when a rank runs a
             different unit than the others, or no unit for this many seconds; see `rank_divergence`.
-
         expert_parallel_size: number of successive ranks among which the experts of a mixture-of-experts model are
             divided, by the model's own plan; see `expert_mesh` for the numbers that fit.
 
@@ -145,25 +146,22 @@ def shard_model(
         ``model`` itself.
 
     Raises:
-        MeshError: ``expert_parallel_size`` does not fit the mesh.
+        MeshError: ``expert_parallel_size`` does not fit the mesh, or differs between ranks.
         ShardError: the model has no parameters, a class name or pattern matches nothing, an ignored module is tied to
             one that is not ignored, ``reshard_after_forward`` does not divide the shard size, the layers cannot be
             split over the axis "tp" (see `plan_tensor_parallel` and `check_tensor_plan`), the experts cannot be divided
-            (see `plan_experts`), the ranks hold different
-            models, or the model was sharded for inference before and ``is_training`` is set.
+            (see `plan_experts`), the ranks hold different models, the model was sharded for inference before and
+            ``is_training`` is set, or it was sharded with other sizes or another plan of tensor or expert parallelism.
     """
     root = unwrap_model(model)
     if is_sharded(root):
-        if is_training and model_state(root).get(_IS_FOR_TRAINING) is False:
-            raise ShardError(
-                f"cannot shard {class_name(root)} for training: it is already sharded for inference, without fp32 "
-                "master weights, expected a model that is not sharded. Pass is_training=True in the first call."
-            )
+        _check_sharded(root, mesh, tensor_parallel_plan, expert_parallel_size, is_training=is_training)
         return model
     mesh = mesh or build_mesh()
     data_mesh, layer_mesh = data_parallel_mesh(mesh), tensor_parallel_mesh(mesh)
     name = type(root).__name__
     with on_ranks_of(mesh):
+        check_equal(f"shard {name}", expert_parallel_size, MeshError, "the same expert_parallel_size on all ranks.")
         expert_view = expert_mesh(mesh, expert_parallel_size) if expert_parallel_size != 1 else None
         with all_or_none(f"shard {name}", ShardError):
             reshard = check_reshard(reshard_after_forward, data_mesh.size(data_mesh.ndim - 1))
@@ -231,15 +229,55 @@ def shard_model(
                 reduce_to_fp32(param_group)
         _add_collective_hooks(plan, debug_divergence_seconds)
         hooks.add_entry_points((*forward_methods, *plan.entry_points), _prefetch_order(plan, prefetch_depth))
-        model_state(root).set(_IS_FOR_TRAINING, is_training)
-        if is_training:
-            model_state(root).set(_DTYPES, {name: parameter.dtype for name, parameter in root.named_parameters()})
-        root.register_forward_hook(partial(after_forward, name), always_call=True)
-        register_wrapper(root)
-        _add_checks(root, layers)
-        remember_buffers(root)
+        state = model_state(root)
+        state.set(_IS_FOR_TRAINING, is_training)
+        state.set(_EXPERT_SIZE, expert_parallel_size)
+        state.set(_GIVEN_PLAN, dict(tensor_parallel_plan) if layers and tensor_parallel_plan else None)
+        _finish(root, layers, is_training=is_training)
         log("sharded %s over %s: %s, %s", name, _shape(mesh), counted(len(plan.units), "unit"), plan.source)
     return model
+
+
+def _finish(root: nn.Module, layers: TensorPlan | None, *, is_training: bool) -> None:
+    """Store what later calls need to know of a model that is sharded, and add the hooks that check its passes."""
+    if is_training:
+        model_state(root).set(_DTYPES, {name: parameter.dtype for name, parameter in root.named_parameters()})
+    root.register_forward_hook(partial(after_forward, class_name(root)), always_call=True)
+    register_wrapper(root)
+    _add_checks(root, layers)
+    remember_buffers(root)
+
+
+def _check_sharded(
+    root: nn.Module,
+    mesh: DeviceMesh | None,
+    given: Mapping[str, str] | None,
+    expert_size: int,
+    *,
+    is_training: bool,
+) -> None:
+    """Raise if a sharded model was not sharded as `shard_model` is asked to; not collective."""
+    state = model_state(root)
+    if is_training and state.get(_IS_FOR_TRAINING) is False:
+        raise ShardError(
+            f"cannot shard {class_name(root)} for training: it is already sharded for inference, without fp32 "
+            "master weights, expected a model that is not sharded. Pass is_training=True in the first call."
+        )
+    compared: dict[str, tuple[object, object]] = {}
+    if mesh is not None:
+        layer_mesh = tensor_parallel_mesh(mesh)
+        compared["tensor_parallel_size"] = ranks_per_layer(root), 1 if layer_mesh is None else layer_mesh.size()
+        of_experts = state.get(_EXPERT_SIZE)
+        compared["expert_parallel_size"] = of_experts or 1, expert_size
+    if given is not None:
+        plan = state.get(_GIVEN_PLAN)
+        compared["tensor_parallel_plan"] = plan, dict(given)
+    for name, (before, asked) in compared.items():
+        if before != asked:
+            raise ShardError(
+                f"cannot shard {class_name(root)}: it is already sharded with {name}={before!r}, expected {asked!r}. "
+                f"Build the model again, or prepare it with the same {name}."
+            )
 
 
 def is_for_training(model: nn.Module) -> bool:

@@ -18,6 +18,7 @@ unless the user's plan names them.
 from __future__ import annotations
 
 import copy
+import logging
 from typing import Any
 
 import torch
@@ -66,7 +67,15 @@ def check_tensor_plan(root: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> Te
         ShardError: a tiny model computes other values with the plan than without it, or it cannot be run, and the plan
             is the model's own. If the plan is the user's, a model that cannot be run is not checked.
     """
-    for prefix, model in transformers_models(root).items():
+    models = transformers_models(root)
+    inside = {id(module) for model in models.values() for module in model.modules()}
+    if outside := [n for n, module in root.named_modules() if n in plan.styles and id(module) not in inside]:
+        message = (
+            "%s: the tensor-parallel plan of %s is not checked, because they belong to no model of transformers. "
+            "Compare a step with the unsharded model"
+        )
+        log(message, class_name(root), some(outside, "module"), level=logging.WARNING)
+    for prefix, model in models.items():
         if not (own := plan.within(prefix)):
             continue
         name = class_name(model)

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp2_strategy.distributed.lost_ranks import is_lost_rank
 from fsdp2_strategy.distributed.process_group import group_in_use, on_group
 from fsdp2_strategy.distributed.same_batch import check_batches_of_groups
 from fsdp2_strategy.hf.library_internals import parallel_styles, set_tensor_parallel_size
@@ -57,7 +58,7 @@ def split_layers(root: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> dict[nn
             parent, _, own = name.rpartition(".")
             _split_parameter(modules[parent], own, style, mesh, new)
         else:
-            _install(modules[name], root, plan, style_name, mesh)
+            _install(name, root, plan, mesh)
     for model in transformers_models(root).values():
         set_tensor_parallel_size(model, plan.size)
     return new
@@ -78,8 +79,9 @@ def _split_parameter(
         new[old] = made
 
 
-def _install(module: nn.Module, root: nn.Module, plan: TensorPlan, style_name: str, mesh: DeviceMesh) -> None:
-    """Replace the forward of a module; see [Note: tensor-parallel forwards]."""
+def _install(name: str, root: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
+    """Replace the forward of the module of this name; see [Note: tensor-parallel forwards]."""
+    module, style_name = root.get_submodule(name), plan.styles[name]
     own_forward = vars(module).get("forward")
     style = parallel_styles()[style_name]
     if style_name == "mla_kv_a_proj":  # it reads the dimension of the rotated part
@@ -89,7 +91,7 @@ def _install(module: nn.Module, root: nn.Module, plan: TensorPlan, style_name: s
         around: Any = _SummedGradients(mesh.get_group())
     else:
         style.install_forward(module, mesh)  # it checks the module, and changes parameters in some styles
-        around = _Styled(style, mesh, copies_output=plan.copies_outputs)
+        around = _Styled(style, mesh, name, style_name, copies_output=plan.copies_outputs)
     vars(module).pop("forward", None)
     module.forward = MethodType(_Forward(around, own_forward), module)
 
@@ -110,16 +112,25 @@ class _Forward:
 class _Styled:
     """A style of transformers around the forward of a module."""
 
-    def __init__(self, style: Any, mesh: DeviceMesh, *, copies_output: bool) -> None:
+    def __init__(self, style: Any, mesh: DeviceMesh, name: str, style_name: str, *, copies_output: bool) -> None:
         self.style = style
         self.mesh = mesh
+        self.note = (
+            f"This is the forward of {name}, which the tensor-parallel plan splits by {style_name!r} over "
+            f"{mesh.size()} ranks. Check that its inputs and outputs fit those of the modules before and after it."
+        )
         self.copies_output = copies_output
 
     def __call__(self, module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args, kwargs = self.style.transform_inputs_pre_forward(module, args, kwargs, self.mesh)
-        with self.style.context_around_forward(module, self.mesh):
-            output = forward(*args, **kwargs)
-        output = self.style.transform_output_post_forward(module, output, self.mesh)
+        try:
+            args, kwargs = self.style.transform_inputs_pre_forward(module, args, kwargs, self.mesh)
+            with self.style.context_around_forward(module, self.mesh):
+                output = forward(*args, **kwargs)
+            output = self.style.transform_output_post_forward(module, output, self.mesh)
+        except (RuntimeError, ValueError) as error:
+            if not is_lost_rank(error) and self.note not in getattr(error, "__notes__", []):
+                error.add_note(self.note)
+            raise
         return output.clone() if self.copies_output and isinstance(output, torch.Tensor) else output
 
 

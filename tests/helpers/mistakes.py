@@ -146,7 +146,7 @@ def a_mistyped_argument_of_a_method(folder):
     "cannot configure: pp_size is 2, expected None or 0 or 1",
     ConfigError,
     "The trainer's arguments request pipeline parallelism.",
-    "Remove the option. The same holds for expert parallelism, and for `grad_accum_dtype`.",
+    "Remove the option. The same holds for `grad_accum_dtype`.",
 )
 def a_capability_that_we_lack(folder):
     FSDPV2Strategy(args=Namespace(pp_size=2))
