@@ -2,74 +2,224 @@
 
 from __future__ import annotations
 
+import argparse
+import ast
 import dataclasses
 import doctest
 import importlib
 import importlib.util
+import itertools
 import os
 import pkgutil
 import re
+import runpy
+import shlex
+import socket
+import subprocess
+import sys
+import textwrap
+import types
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from helpers.versions import needs_split_layers
 
 import fsdp2_strategy
 from fsdp2_strategy import StrategyConfig
+from fsdp2_strategy.cli import parser
 from fsdp2_strategy.data import ResumableLoader
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MODULES = [m.name for m in pkgutil.walk_packages(fsdp2_strategy.__path__, "fsdp2_strategy.")]
 if importlib.util.find_spec("verl") is None:
     MODULES.remove("fsdp2_strategy.compat.verl")
 
 
-def snippets(page):
-    return re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+RANKS = {
+    "sequence_parallel.md": 2,  # ranks that share sequences
+    "tensor_parallel.md": 2,  # ranks that share layers, and ranks that divide experts
+}
+"""Pages whose code needs several ranks. All other pages run on one."""
+
+NEEDS = {"tensor_parallel.md": needs_split_layers}
+"""Marks of pages whose code needs a newer package than the lowest supported one."""
+
+ELSEWHERE = {
+    "README.md": "test_the_readme_example_runs",  # the model and the data are the reader's
+    "coming_from_vitra.md": "test_the_code_of_the_page_on_vitra_runs",  # VITRA cannot be installed
+    "ray.md": "test_the_code_of_the_page_runs",  # of test_ray.py, which has started Ray
+    "rollout.md": "test_the_first_program_of_the_page_on_rollouts_runs",  # several programs, and vLLM
+}
+"""Pages whose code another test runs, and which one."""
+
+SHOWN = {
+    "quickstart.md": 'logging.getLogger("fsdp2_strategy")',  # would change the level of the log in later tests
+    "ray.md": "class Engine:",  # the outline of a class of ray_grpo.py, whose tests run it
+}
+"""Python that is not run, by page and first words."""
 
 
-@pytest.mark.ranks(1)
-@pytest.mark.parametrize(
-    "page",
-    [
-        "quickstart.md",
-        "weights.md",
-        "metrics.md",
-        "data.md",
-        "vla.md",
-        "lerobot.md",
-        "multi_node.md",
-        "coming_from_lerobot.md",
-        "coming_from_accelerate.md",
-        "coming_from_lightrft.md",
-        "coming_from_trl.md",
-    ],
-)
-def test_the_code_of_a_page_runs(page, tmp_path):
-    os.chdir(tmp_path)
-    names, found = {}, snippets(ROOT / "docs" / page)
-    assert found, "a page that is listed here has code"
-    for snippet in found:
-        exec(compile(snippet, page, "exec"), names)
+def python_of(page):
+    """Return the Python blocks of a page, after as many empty lines as give an error the page's line number."""
+    text = page.read_text()
+    found = re.finditer(r"^( *)```python\n(.*?)^ *```$", text, flags=re.MULTILINE | re.DOTALL)
+    return ["\n" * text.count("\n", 0, each.start(2)) + textwrap.dedent(each[2]) for each in found]
+
+
+def run_blocks(blocks, page, names):
+    for block in blocks:
+        exec(compile(block, page, "exec"), names)
+    return names
+
+
+def with_code():
+    return [page for page in PAGES if python_of(page)]
+
+
+def run_here():
+    for page in with_code():
+        if page.name not in ELSEWHERE:
+            marks = [pytest.mark.ranks(RANKS.get(page.name, 1)), *([NEEDS[page.name]] if page.name in NEEDS else [])]
+            yield pytest.param(page.name, marks=marks)
+
+
+def shared(folder):
+    """Return the folder that rank 0 was given."""
+    import torch.distributed as dist
+
+    given = [str(folder)]
+    dist.broadcast_object_list(given)
+    return given[0]
+
+
+@pytest.mark.parametrize("name", list(run_here()))
+def test_the_code_of_a_page_runs(name, tmp_path):
+    os.chdir(shared(tmp_path))
+    (page,) = (page for page in PAGES if page.name == name)
+    run_blocks(python_of(page), name, {})
+
+
+def test_each_page_with_code_is_run_by_a_test():
+    names = [page.name for page in with_code()]
+    assert len(set(names)) == len(names), "the tables above have pages by name"
+    assert {*RANKS, *NEEDS, *ELSEWHERE} <= set(names)
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").glob("*.py"))
+    for page, test in ELSEWHERE.items():
+        assert f"def {test}(" in tests, page
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_python_on_a_page_is_in_blocks_that_are_run(page):
+    text = re.sub(r"^( *)```python\n.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for block in shown_blocks(text):
+        is_diff = re.search(r"^[+-]", block, flags=re.MULTILINE)
+        if any(is_python(part) for part in (block, *([] if is_diff else re.split(r"\n\n+", block)))):
+            assert page.name in SHOWN and block.startswith(SHOWN[page.name]), f"not run: {block}"
+
+
+def shown_blocks(text):
+    """Return the blocks of a page that are fenced or indented, without their indentation."""
+    fenced = re.findall(r"^ *```[^\n]*\n(.*?)^ *```$", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    indented = re.findall(r"(?<=\n\n)((?: {4}[^\n]*\n|\n)+)", text + "\n")
+    return [textwrap.dedent(block).strip("\n") for block in (*fenced, *indented) if block.strip()]
+
+
+def is_python(block):
+    """Return whether a block is code of Python: it can be compiled, and calls, assigns or imports something."""
+    try:
+        tree = ast.parse(textwrap.dedent(block))
+    except SyntaxError:
+        return False
+    return any(isinstance(node, ast.Call | ast.Assign | ast.Import | ast.ImportFrom) for node in ast.walk(tree))
+
+
+# --- programs of several processes -----------------------------------------------------------------------------------
+
+
+def programs_of_rollout():
+    """Return the blocks of the first program of the page on rollouts, and its programs of one block by file name.
+
+    A block begins a program if its first line is the command that starts it.
+    """
+    own, blocks = {}, python_of(ROOT / "docs" / "rollout.md")
+    for block in blocks[1:]:
+        if command := re.match(r"\s*# (?:torchrun|python) .*?(\w+\.py)$", block, flags=re.MULTILINE):
+            own[command[1]] = block
+    return [block for block in blocks if block not in own.values()], own
+
+
+@pytest.fixture
+def port_of_engine():
+    """Start the engine's process of the page on rollouts, at a free port."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    program = programs_of_rollout()[1]["engine.py"].replace("29600", str(port))
+    with subprocess.Popen([sys.executable, "-c", program]) as process:
+        yield port
+        process.kill()
 
 
 @pytest.mark.ranks(2)
-def test_the_first_program_of_the_page_on_rollouts_runs():
-    names = {}
-    exec(compile(snippets(ROOT / "docs" / "rollout.md")[0], "rollout.md", "exec"), names)
+def test_the_first_program_of_the_page_on_rollouts_runs(port_of_engine, tmp_path):
+    from helpers.engines import fakes
+
+    os.chdir(shared(tmp_path))
+    first, *others = programs_of_rollout()[0]
+    names = run_blocks([first], "rollout.md", {})
     update, agreement = names["update"], names["agreement"]
     assert agreement.agrees and not update.is_full and 0 < update.sent_bytes < update.full_bytes
 
+    def model():
+        import torch
+        from transformers import LlamaForCausalLM
 
-@pytest.mark.ranks(2)
-@needs_split_layers
-def test_the_code_of_the_page_on_split_layers_runs():
-    names = {}
-    for snippet in snippets(ROOT / "docs" / "tensor_parallel.md"):
-        exec(compile(snippet, "tensor_parallel.md", "exec"), names)
-    assert names["result"].stepped
-    assert names["policy"].blocks[0].down.weight.to_local().shape == (8, 16)
+        return LlamaForCausalLM(names["config"]).to(torch.bfloat16)
+
+    from fsdp2_strategy.rollout import ENGINES
+
+    calls = []
+    with patch.dict(sys.modules, vllm=fakes.vllm(model, calls)), patch.dict(ENGINES):
+        run_blocks([block.replace("29600", str(port_of_engine)) for block in others], "rollout.md", names)
+    assert [call[0] for call in calls] == ["build", "apply", "reset"]
+
+
+@pytest.mark.ranks(3)
+def test_the_program_with_an_engine_on_another_rank_runs():
+    import torch.distributed as dist
+
+    with patch.object(dist, "init_process_group"):  # the ranks of the test are one already
+        run_blocks([programs_of_rollout()[1]["apart.py"]], "rollout.md", {})
+
+
+def test_the_programs_of_the_page_on_rollouts_are_known():
+    assert sorted(programs_of_rollout()[1]) == ["apart.py", "engine.py"]
+
+
+@pytest.mark.ranks(1)
+def test_the_code_of_the_page_on_vitra_runs(tmp_path):
+    """VITRA's builder is replaced; test_peers_vitra.py runs the same code with VITRA itself."""
+    import torch
+    from torch import nn
+
+    from fsdp2_strategy import FSDPV2Strategy
+
+    os.chdir(tmp_path)
+    builder = types.ModuleType("vitra.models.vla_builder")
+    builder.build_vla = lambda config: nn.Linear(config["inputs"], 1)
+    config = {"inputs": 4}
+    with FSDPV2Strategy(bf16=False) as strategy:
+        model = strategy.prepare_model(builder.build_vla(config), is_training=True)
+        checkpoint = strategy.save_ckpt(model, "ckpts")
+        expected = model.weight.full_tensor().detach().clone()
+    packages = {name: types.ModuleType(name) for name in ("vitra", "vitra.models")}
+    with patch.dict(sys.modules, {**packages, builder.__name__: builder}):
+        blocks = python_of(ROOT / "docs" / "coming_from_vitra.md")
+        run_blocks(blocks, "coming_from_vitra.md", {"config": config, "checkpoint": checkpoint})
+    assert torch.equal(torch.load("weights.pt")["weight"], expected)
 
 
 @pytest.mark.ranks(2)
@@ -78,17 +228,96 @@ def test_the_readme_example_runs(tmp_path):
     import torch.distributed as dist
     from helpers.models import build, tokens
 
-    directory = [str(tmp_path)]
-    dist.broadcast_object_list(directory)
-    os.chdir(directory[0])
+    os.chdir(shared(tmp_path))
     ids = [tokens(torch.Generator().manual_seed(i), batch=1)[0] for i in range(100)]
     loader = ResumableLoader([{"input_ids": i, "labels": i} for i in ids], 2)
-    names = {"model": build("llama"), "loader": loader}
-    (snippet,) = snippets(ROOT / "README.md")
-    exec(compile(snippet, "README.md", "exec"), names)
+    names = run_blocks(python_of(ROOT / "README.md"), "README.md", {"model": build("llama"), "loader": loader})
     assert names["result"].step == 50
     dist.barrier()
     assert Path("ckpts/latest").read_text() == "global_step50\n"
+
+
+# --- commands --------------------------------------------------------------------------------------------------------
+
+
+PASS_ON = {"docs/examples/robot.py": "docs/examples/train_vla.py", "docs/examples/ray_grpo.py": "docs/examples/grpo.py"}
+"""Scripts that pass the options that they do not know to another one."""
+
+
+class Parsed(Exception):
+    """A script has parsed its arguments, and would now begin; contains those that it does not know."""
+
+
+def text_of(page):
+    """Return a page without its fenced blocks."""
+    return re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def code_of(page):
+    """Return the lines of commands on a page, and what is in the code spans of its text."""
+    text = re.sub(r"^( *)```python\n.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    lines = [line.strip() for block in shown_blocks(text) for line in re.sub(r"\s*\\\n\s*", " ", block).splitlines()]
+    return lines, [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text_of(page))]
+
+
+def commands():
+    """Return each script with arguments that a page names."""
+    found = {}
+    for page in PAGES:
+        for code in itertools.chain(*code_of(page)):
+            called = re.search(r"\b((?:benchmarks|docs/examples)/\w+)\.(?:py|slurm)\b(.*)", code)
+            if called and "…" not in code:
+                arguments = tuple(shlex.split(called[2], comments=True))
+                found.setdefault((f"{called[1]}.py", arguments), page.name)
+    return [pytest.param(*called, id=f"{page}: {' '.join([called[0], *called[1]])}") for called, page in found.items()]
+
+
+@pytest.mark.parametrize(("script", "arguments"), commands())
+def test_a_script_takes_the_arguments_of_a_command(script, arguments, monkeypatch, tmp_path):
+    assert (ROOT / script).exists()
+    if not arguments:
+        return
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT / Path(script).parent)
+    rest = unknown(script, arguments)
+    if rest and script in PASS_ON:
+        rest = unknown(PASS_ON[script], rest)
+    assert not rest
+
+
+def unknown(script, arguments):
+    """Run a script up to the end of its parser, and return the arguments that it does not know."""
+    parse = argparse.ArgumentParser.parse_known_args
+
+    def parse_only(self, *args, **kwargs):
+        raise Parsed(parse(self, *args, **kwargs)[1])
+
+    with (
+        patch.object(argparse.ArgumentParser, "parse_known_args", parse_only),
+        patch.object(sys, "argv", [script, *arguments]),
+        pytest.raises(Parsed) as parsed,
+    ):
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    return parsed.value.args[0]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_commands_of_a_page_name_what_exists(page):
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    lines, spans = code_of(page)
+    for code in (*lines, *spans):
+        for target in re.findall(r"^make ([\w-]+)", code):
+            assert target in targets, code
+        for module in re.findall(r"-m ((?:fsdp2_strategy|helpers)[\w.]*)", code):
+            assert importlib.util.find_spec(module), code
+        for path in re.findall(r"(?<![\w/.])(?:benchmarks|docs/examples|tests)/[\w/]+\.\w+", code):
+            assert (ROOT / path).exists(), code
+    for line in lines:
+        if line.startswith("fsdp2-strategy "):
+            parser._parser().parse_args(shlex.split(line, comments=True)[1:])
+
+
+# --- doctests, links, tables -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks(1)
@@ -106,7 +335,7 @@ def test_doctests_exist():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text_of(page)):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), target
 
