@@ -64,14 +64,14 @@ def build(kind: str, size: str, *, smoke: bool) -> nn.Module:
             model = (MixtralForCausalLM if kind == "ep" else LlamaForCausalLM)(config).to(config.dtype)
         options = dict(SPLIT[kind])
         mesh = build_mesh(tensor_parallel_size=options.pop("tensor_parallel_size", 1))
-        return shard_model(model, mesh, bf16=False, **options).to_empty(device="cpu")
+        return shard_model(model, mesh, bf16=False, **options).to_empty(device=harness.device())
     if size == "small":
         small = SmallMatrices(4, 5, 8) if smoke else SmallMatrices(100, 50, 64)
         return shard_model(small, bf16=False, block_class_names=["Sequential"])
     config = harness.llama_config(size, smoke=smoke)
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(config.dtype)
-    return shard_model(model, bf16=False).to_empty(device="cpu")
+    return shard_model(model, bf16=False).to_empty(device=harness.device())
 
 
 @dataclass
@@ -81,6 +81,8 @@ class State:
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
     bare_calls: list[bare.Call] = field(default_factory=list)
+    host: list[torch.Tensor] = field(default_factory=list)
+    """Pinned copies of the tensors, for the bare contestant on an accelerator; empty without one."""
 
     @classmethod
     def of(cls, case: str, *, smoke: bool) -> "State":
@@ -115,12 +117,27 @@ class State:
 # --- contestants ------------------------------------------------------------------------------------------------------
 
 
+def prepare_bare(state: State) -> None:
+    """Plan the calls of the bare contestant, outside of the timed part."""
+    tensors = list(state.tensors().values())
+    if torch.cuda.is_available() and not state.host:
+        state.host = [harness.pinned(*tensor.shape, dtype=tensor.dtype) for tensor in tensors]
+    state.bare_calls = bare.calls_of(state.host or tensors)
+
+
 def bare_save(state: State, folder: Path) -> None:
+    if state.host:
+        for copy, tensor in zip(state.host, state.tensors().values(), strict=True):
+            copy.copy_(tensor, non_blocking=True)
+        harness.synchronize()
     bare.write(state.bare_calls, folder)
 
 
 def bare_load(state: State, folder: Path) -> None:
     bare.read(state.bare_calls, folder)
+    if state.host:
+        for copy, tensor in zip(state.host, state.tensors().values(), strict=True):
+            tensor.copy_(copy, non_blocking=True)
 
 
 def save_ours(state: State, folder: Path) -> None:
@@ -259,14 +276,14 @@ def contestants_of(case: str, state: State) -> list[str]:
     return [name for name in CONTESTANTS if state.optimizer is None or name not in WEIGHTS_ONLY]
 
 
-def work(rank: int, options: dict) -> None:
-    harness.init_rank(rank, options)
-    folder = Path(options["folder"])
+def measure(options: dict) -> dict:
+    """Save and load one case with all contestants, or those of the options, in turns; collective."""
+    rank, folder = dist.get_rank(), Path(options["folder"])
     state = State.of(options["case"], smoke=options["smoke"])
     expected = harness.digests_of(state.tensors())
-    names = contestants_of(options["case"], state)
+    names = options.get("contestants") or contestants_of(options["case"], state)
     results: dict = {"save": {}, "load": {}}
-    payload: list = [None] * options["ranks"]
+    payload: list = [None] * dist.get_world_size()
     dist.all_gather_object(payload, sum(t.nbytes for t in state.tensors().values()))
     if FULL_STATE in names and harness.available_bytes() < 4 * sum(
         payload
@@ -274,13 +291,13 @@ def work(rank: int, options: dict) -> None:
         names.remove(FULL_STATE)
         error = [[{"error": "the full state does not fit into this machine's memory"}]]
         results["save"][FULL_STATE] = results["load"][FULL_STATE] = error
-    for name in harness.turn_order(names, options["rounds"]):
+    for name in harness.turn_order(names, options["rounds"], options.get("until")):
         save, load = CONTESTANTS[name]
         if rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
         if name == "bare":
-            state.bare_calls = bare.calls_of(list(state.tensors().values()))
+            prepare_bare(state)
         dist.barrier()
         saved = harness.attempt(lambda s=save: harness.turn(lambda: s(state, folder)))
         if rank == 0 and options["cold"]:
@@ -301,7 +318,12 @@ def work(rank: int, options: dict) -> None:
     results["save"].pop(LOAD_ONLY, None)
     if rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
-    harness.finish(rank, options, {"payload_bytes": sum(payload), "results": results})
+    return {"payload_bytes": sum(payload), "results": results}
+
+
+def work(rank: int, options: dict) -> None:
+    harness.init_rank(rank, options)
+    harness.finish(rank, options, measure(options))
 
 
 def table(entry: dict) -> str:

@@ -1,15 +1,18 @@
-"""Run GPU tests and GPU benchmarks: training step, async save, offload, weight streaming, log-probabilities.
+"""Measure all of the library that an accelerator changes, and run the tests that need one, in ten minutes.
 
     python benchmarks/gpu.py [--parts tests step ...] [--parameters 1.5] [--minutes 9.5] [--ranks N] [--out DIR]
     python benchmarks/gpu.py --smoke  # the same code at tiny sizes, on the CPU where there is no accelerator
 
-Each part runs in its own processes, one rank per accelerator, with a time limit: a part that fails, crashes or hangs
-does not affect the others. Except for the tests, a part compares the library with a reference (a loop in plain torch,
-or one copy of the same bytes) in alternating turns, and checks that both compute the same values. Rates are per rank.
-`gpu.json` is rewritten after each part; at the end a table is printed. The exit code is 1 if a part failed. Outside of
-a git checkout the environment variable FSDP2_COMMIT names the commit.
+Each part runs in its own processes, one rank per accelerator, with its share of the time: a part that fails, crashes or
+hangs does not affect the others, and one that is slow runs fewer rounds. A part compares the library with a reference
+in alternating turns, and checks that both compute or move the same values. The parts in gpu_parts.py run the other
+benchmarks on the device. Parts that cannot run here say why: some need two accelerators, one needs accelerate. Rates
+are per rank, peaks those of the device memory, in addition to what was allocated before. Files are on a RAM disk if
+there is a large one. `gpu.json` is rewritten after each part; at the end a table is printed. The exit code is 1 if a
+part failed. Outside of a git checkout the environment variable FSDP2_COMMIT names the commit.
 
-To add a part, write a function that takes a `Job` and returns `outcome(measures, facts, errors)`, and add it to PARTS.
+To add a part, write a function that takes a `Job` and returns `outcome(measures, facts, errors)` or `skipped(reason)`,
+and add it to PARTS.
 """
 
 import argparse
@@ -19,36 +22,57 @@ import json
 import os
 import platform
 import re
+import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ET
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
+import gpu_parts
 import harness
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
+from gpu_measuring import (
+    BareCopy,
+    Job,
+    all_equal,
+    build,
+    compared,
+    in_gigabytes,
+    in_pairs,
+    learning_rate_of,
+    llama,
+    min_over_ranks,
+    outcome,
+    state_of,
+    timed,
+    tokens,
+    weights_of,
+)
 from torch import nn
+from torch.distributed import get_world_size
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, offload, reload, stream_weights, token_log_probs
+from fsdp2_strategy.logprob import linear_log_probs
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 4  # timed together
+RAM_DISK = Path("/dev/shm")
+RAM_DISK_BYTES = 16 << 30
+"""Free space from which files are written to the RAM disk."""
 PRECISION = StrategyConfig(bf16=True, max_norm=1.0)
+PEAK_TOLERANCE = 1.1
 TOLERANCE = {"loss": 1e-2, "grad_norm": 0.1, "log_prob": 5e-2, "gradient": 2e-2}
 
 # Dense bf16 TFLOP/s from datasheets. The first key that occurs in the device's name counts.
@@ -58,114 +82,9 @@ DATASHEET_TFLOPS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """Options of a part."""
-
-    rank: int
-    billions: float
-    """Parameters of the largest model, in billions."""
-    rounds: int
-    smoke: bool
-    scratch: Path
-    """A folder that is removed after the part."""
-
-
-# --- measuring -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    seconds: float
-    peak_bytes: int | None
-    """Peak of the device memory minus the memory allocated before; None on the CPU."""
-
-
-def device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def allocated() -> int | None:
-    return torch.cuda.memory_allocated() if torch.cuda.is_available() else None
-
-
-def host_bytes(nbytes: int) -> torch.Tensor:
-    """Allocate host memory, pinned if there is an accelerator."""
-    return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-
-
-def timed(call: Callable[[], object]) -> Turn:
-    """Time a call on all ranks, with synchronised devices before and after it; collective."""
-    gc.collect()
-    synchronize()
-    before = allocated()
-    if before is not None:
-        torch.cuda.reset_peak_memory_stats()
-    dist.barrier()
-    start = time.perf_counter()
-    call()
-    synchronize()
-    dist.barrier()
-    seconds = time.perf_counter() - start
-    return Turn(seconds, None if before is None else torch.cuda.max_memory_allocated() - before)
-
-
-Calls = Sequence[Callable[[], object]]
-
-
-def in_pairs(
-    ours: Calls, reference: Calls, rounds: int, between: Callable[[], object] = int
-) -> list[tuple[list[Turn], list[Turn]]]:
-    """Time two contestants in turns, after a warm-up round; collective.
-
-    Args:
-        ours: the calls of a turn, each timed separately.
-        reference: the same number of calls.
-        rounds: number of timed turns of each contestant.
-        between: called after each turn, not timed.
-
-    Returns:
-        The turns of both contestants, for each call.
-    """
-    calls = {"ours": ours, "reference": reference}
-    found: dict[str, list[list[Turn]]] = {name: [] for name in calls}
-    for name in [*calls, *harness.turn_order(list(calls), rounds)]:
-        found[name].append([timed(call) for call in calls[name]])
-        between()
-    by_call = {name: [list(turns) for turns in zip(*of[1:], strict=True)] for name, of in found.items()}
-    return list(zip(by_call["ours"], by_call["reference"], strict=True))
-
-
-def compared(unit: str, amount: float, ours: list[Turn], reference: list[Turn]) -> dict:
-    """Return the rates, times and memory peaks of turns, each of which processed ``amount`` units."""
-    times = [[turn.seconds for turn in turns] for turns in (ours, reference)]
-    sides = [
-        {
-            "value": amount / statistics.median(seconds),
-            "seconds": seconds,
-            "peak_bytes": max((turn.peak_bytes for turn in turns if turn.peak_bytes is not None), default=None),
-        }
-        for turns, seconds in zip((ours, reference), times, strict=True)
-    ]
-    # Median and middle half of our time / time of the reference, pair by pair.
-    return {"unit": f"{unit}/s", "ours": sides[0], "reference": sides[1], "time_ratio": harness.ratio(*times)}
-
-
-def min_over_ranks(value: int) -> int:
-    """Return the minimum over all ranks; for booleans, whether all are true; collective."""
-    minimum = torch.tensor(int(value))
-    dist.all_reduce(minimum, dist.ReduceOp.MIN)
-    return int(minimum)
-
-
 def matmul_tflops(size: int, repeats: int = 50) -> float | None:
     """Return the TFLOP/s of large bf16 matrix products, a practical peak of the accelerator; None on the CPU."""
-    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device()) for _ in range(2))
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=harness.device()) for _ in range(2))
     product = torch.empty_like(a)
 
     def multiply() -> None:
@@ -179,54 +98,6 @@ def matmul_tflops(size: int, repeats: int = 50) -> float | None:
 
 def datasheet_tflops(name: str | None) -> float | None:
     return next((tflops for key, tflops in DATASHEET_TFLOPS.items() if re.search(rf"\b{key}\b", name or "")), None)
-
-
-class BareCopy:
-    """Copy bytes between the device and pinned host memory in one call, as a reference."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.host = host_bytes(nbytes)
-        self.device = torch.zeros(nbytes, dtype=torch.uint8, device=device())
-
-    def to_host(self) -> None:
-        self.host.copy_(self.device, non_blocking=True)
-
-    def to_device(self) -> None:
-        self.device.copy_(self.host, non_blocking=True)
-
-
-# --- models ----------------------------------------------------------------------------------------------------------
-
-
-def llama(billions: float, **changes: int) -> LlamaConfig:
-    """Configure a Llama with about ``billions`` billion parameters and at least two layers."""
-    width = 3072 if billions >= 2.5 else 2048 if billions >= 0.05 else 64
-    heads = max(2, width // 128)
-    sizes = {
-        "hidden_size": width,
-        "intermediate_size": 4 * width,  # 15 x width^2 parameters per layer
-        "num_hidden_layers": max(2, round((billions * 1e9 / width**2 - 32) / 15)),
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads // 2,
-        "vocab_size": 16 * width,
-    }
-    return LlamaConfig(**sizes | changes, max_position_embeddings=8192, pad_token_id=0, use_cache=False)
-
-
-def build(config: LlamaConfig) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    with device():
-        return LlamaForCausalLM(config)
-
-
-def tokens(config: LlamaConfig, *shape: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    return torch.randint(1, config.vocab_size, shape, generator=generator).to(device())
-
-
-def learning_rate_of(model: nn.Module) -> float:
-    """Return a learning rate with which the loss falls within a few steps: 1e-4 for a width of 2048."""
-    return 0.2 / model.config.hidden_size
 
 
 Loop = Callable[[torch.Tensor], tuple[torch.Tensor, float]]
@@ -247,7 +118,7 @@ def strategy_loop(model: nn.Module) -> tuple[Loop, FSDPV2Strategy, torch.optim.O
 
 def reference_loop(model: nn.Module) -> Loop:
     """Shard and train with plain torch, in the same way as the strategy."""
-    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
+    mesh = init_device_mesh(harness.device().type, (get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for unit in [*model.model.layers, model.model.embed_tokens]:
         fully_shard(unit, mesh=mesh, mp_policy=policy)
@@ -276,25 +147,6 @@ def train_one_step(billions: float) -> tuple[FSDPV2Strategy, nn.Module, torch.op
     ids = tokens(config, 1, 32)
     step(ids)
     return strategy, model, optimizer, lambda: step(ids)
-
-
-def state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return this rank's part of the optimizer state, in a fixed order."""
-    states = (optimizer.state[p] for group in optimizer.param_groups for p in group["params"])
-    return [harness.local_of(state[key]) for state in states for key in sorted(state)]
-
-
-def weights_of(model: nn.Module) -> list[torch.Tensor]:
-    return [harness.local_of(parameter.detach()) for parameter in model.parameters()]
-
-
-def outcome(measures: dict, facts: dict, errors: list[str]) -> dict:
-    return {"measures": measures, "facts": facts, "error": "; ".join(errors) or None}
-
-
-def all_equal(some: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> bool:
-    """Return whether the tensors are bitwise equal on every rank; collective."""
-    return bool(min_over_ranks(all(torch.equal(a, b) for a, b in zip(some, others, strict=True))))
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
@@ -340,7 +192,7 @@ def step(job: Job) -> dict:
         for batch in batches:
             loop(batch)
 
-    [pair] = in_pairs([lambda: run_steps(ours)], [lambda: run_steps(reference)], job.rounds)
+    [pair] = in_pairs([lambda: run_steps(ours)], [lambda: run_steps(reference)], job.rounds, until=job.until())
     speed = compared("tokens", batches.numel(), *pair)
     per_token = 6 * (count - config.vocab_size * config.hidden_size)
     per_token += 6 * config.num_hidden_layers * config.hidden_size * length
@@ -375,7 +227,7 @@ def sequences_that_fit(loops: Iterable[Loop], one: torch.Tensor, limit: int) -> 
     peak = max(turn.peak_bytes or 0 for turn in turns[len(turns) // 2 :])  # the first steps allocate state
     if not peak:
         return limit
-    free = 0.9 * torch.cuda.get_device_properties(device()).total_memory - torch.cuda.memory_allocated()
+    free = 0.9 * torch.cuda.get_device_properties(harness.device()).total_memory - torch.cuda.memory_allocated()
     fitting = min_over_ranks(min(limit, max(1, int(free / peak))))
     return 1 << (fitting.bit_length() - 1)
 
@@ -393,7 +245,8 @@ def stall(job: Job) -> dict:
     def save() -> None:
         strategy.save_ckpt(model, folder, f"save{next(numbers)}", max_num=1, async_save=True)
 
-    [pair] = in_pairs([save], [BareCopy(nbytes).to_host], job.rounds, between=strategy.wait_for_checkpoint)
+    bare, wait = BareCopy(nbytes).to_host, strategy.wait_for_checkpoint
+    [pair] = in_pairs([save], [bare], job.rounds, between=wait, until=job.until())
     before = [tensor.clone() for tensor in state()]
     start = time.perf_counter()
     save()
@@ -417,17 +270,18 @@ def offloading(job: Job) -> dict:
         "offload(optimizer)": (offload, reload, optimizer, state_of),
     }
     measures, facts, errors = {}, {}, []
-    for name, (move_out, move_in, subject, tensors_of) in cases.items():
+    for i, (name, (move_out, move_in, subject, tensors_of)) in enumerate(cases.items()):
         before = [tensor.clone() for tensor in tensors_of(subject)]
         nbytes = sum(tensor.nbytes for tensor in before)
         copy = BareCopy(nbytes)
         calls = [partial(move_out, subject), partial(move_in, subject)]
-        pairs = in_pairs(calls, [copy.to_host, copy.to_device], job.rounds)
+        until = job.until((i + 1) / len(cases))
+        pairs = in_pairs(calls, [copy.to_host, copy.to_device], job.rounds, until=until)
         for direction, (turns, plain) in zip(("to the host", "back"), pairs, strict=True):
             measures[f"{name} {direction}, against one pinned copy"] = compared("GB", nbytes / 1e9, turns, plain)
-        allocated_before = allocated()
+        allocated_before = harness.allocated()
         move_out(subject)
-        freed = None if allocated_before is None else allocated_before - allocated()
+        freed = None if allocated_before is None else allocated_before - harness.allocated()
         move_in(subject)
         facts[name] = {"bytes": nbytes, "freed_bytes": freed}
         if not all_equal(tensors_of(subject), before):
@@ -451,8 +305,10 @@ def streaming(job: Job) -> dict:
     ends = dict(zip(expected, itertools.accumulate(tensor.nbytes for tensor in expected.values()), strict=True))
     nbytes = max(ends.values())
     measures, errors = {}, []
-    for target in ("device", "host"):
-        memory = host_bytes(nbytes) if target == "host" else torch.zeros(nbytes, dtype=torch.uint8, device=device())
+    for target, share in (("device", 0.5), ("host", 1.0)):
+        memory = harness.pinned(nbytes, dtype=torch.uint8)
+        if target == "device":
+            memory = memory.to(harness.device())
         engine = {
             name: memory[ends[name] - tensor.nbytes : ends[name]].view(tensor.dtype).view(tensor.shape)
             for name, tensor in expected.items()
@@ -468,17 +324,20 @@ def streaming(job: Job) -> dict:
         for name in streams:
             memory.zero_()
             names = update(name)
-            synchronize()
-            copied = (tensor.to(device()) for tensor in engine.values())
+            harness.synchronize()
+            copied = (tensor.to(harness.device()) for tensor in engine.values())
             if sorted(names) != sorted(expected) or not all_equal(copied, expected.values()):
                 errors.append(f"{name} to the {target} has wrong names or values")
-        [pair] = in_pairs(*([partial(update, name)] for name in streams), job.rounds)
+        [pair] = in_pairs(*([partial(update, name)] for name in streams), job.rounds, until=job.until(share))
         measures[f"to the {target}, against full_tensor() of each"] = compared("GB", nbytes / 1e9, *pair)
     return outcome(measures, {"bytes": nbytes, "tensors": len(expected)}, errors)
 
 
 def log_probs(job: Job) -> dict:
-    """Compute log-probabilities of tokens in chunks; compare with a log_softmax of the full logits."""
+    """Compute log-probabilities of tokens in chunks; compare with a log_softmax of the full logits.
+
+    The peak of the head alone is compared with the one that follows from the size of a chunk.
+    """
     config = llama(job.billions / 10, vocab_size=1024 if job.smoke else 128_256)
     model = build(config)
     FSDPV2Strategy(config=PRECISION).prepare_model(model, is_training=True)
@@ -513,14 +372,52 @@ def log_probs(job: Job) -> dict:
     }
     del values, gradients
     measures = {}
-    for run in (forward, forward_and_backward):
+    for run, share in ((forward, 0.4), (forward_and_backward, 0.8)):
         calls = [[lambda run=run, compute=compute: run(compute)] for compute in (chunked, full_logits)]
-        [pair] = in_pairs(*calls, job.rounds)
+        [pair] = in_pairs(*calls, job.rounds, until=job.until(share))
         measures[f"{run.__name__.replace('_', ' ')}, against full logits"] = compared("tokens", ids.numel(), *pair)
     facts = {"tokens": list(ids.shape), "vocabulary": config.vocab_size, "largest_difference": differences}
     wrong = [key for key, difference in differences.items() if not difference <= TOLERANCE[key]]
     errors = [f"{key} differs by {differences[key]:.2g}" for key in wrong]
+    for kind, (found, predicted) in peaks_of_head(job.smoke).items():
+        measures[f"peak of the head, {kind}, against the predicted one"] = in_gigabytes(found, predicted)
+        if found is not None and found > PEAK_TOLERANCE * predicted:
+            errors.append(f"the peak of the head, {kind}, is {found} bytes, expected {predicted}")
     return outcome(measures, facts, errors)
+
+
+def peaks_of_head(smoke: bool) -> dict[str, tuple[int | None, int]]:
+    """Return the peak of `linear_log_probs` on the device, and the predicted one, forward and backward."""
+    count, width, vocabulary, chunk_bytes = (64, 16, 512, 32 << 10) if smoke else (8192, 2048, 128_256, 256 << 20)
+    like = {"dtype": torch.bfloat16, "device": harness.device(), "requires_grad": True}
+    hidden, weight = torch.randn(count, width, **like), torch.randn(vocabulary, width, **like)
+    targets = torch.randint(vocabulary, (count,), device=harness.device())
+    computed: list[torch.Tensor] = []
+
+    def forward() -> None:
+        hidden.grad = weight.grad = None
+        computed[:] = [linear_log_probs(hidden, weight, targets, chunk_bytes=chunk_bytes)]
+
+    def backward() -> None:
+        computed[0].sum().backward()
+
+    turns = [timed(call) for call in (forward, backward, forward, backward)][2:]  # the first calls load kernels
+    predicted = predicted_peaks(count, width, vocabulary, chunk_bytes)
+    return {kind: (turn.peak_bytes, predicted[kind]) for kind, turn in zip(predicted, turns, strict=True)}
+
+
+def predicted_peaks(count: int, width: int, vocabulary: int, chunk_bytes: int) -> dict[str, int]:
+    """Return the documented peaks of `linear_log_probs` in bf16: 2.5 chunks forward, 4 chunks backward.
+
+    Forward also has two numbers per token, twice. Backward also has the gradients of the hidden states and of the
+    weight, the latter in fp32 and as the product of one chunk or the result in bf16.
+    """
+    rows = max(1, chunk_bytes // (4 * vocabulary))
+    chunk = 4 * vocabulary * min(rows, count)
+    return {
+        "forward": int(2.5 * chunk) + 4 * 4 * count,
+        "backward": 4 * chunk + 2 * count * width + 6 * vocabulary * width,
+    }
 
 
 PARTS: dict[str, Callable[[Job], dict]] = {
@@ -530,7 +427,10 @@ PARTS: dict[str, Callable[[Job], dict]] = {
     "offload": offloading,
     "stream": streaming,
     "logprob": log_probs,
+    **gpu_parts.PARTS,
 }
+SHARES = {"tests": 3, "step": 2, "trainer": 2}
+"""Shares of the time; 1 for the other parts."""
 
 
 # --- processes -------------------------------------------------------------------------------------------------------
@@ -541,18 +441,19 @@ def run_rank(rank: int, name: str, options: dict) -> None:
     os.setpgrp()  # `kill` ends the rank with all processes that it started
     gc.freeze()  # excludes the imported modules from the garbage collections of `timed`
     harness.init_rank(rank, options)
-    job = Job(rank=rank, scratch=Path(options["scratch"]), **options["job"])
+    seconds = options["seconds"]
+    job = Job(rank=rank, scratch=Path(options["scratch"]), begin=options["begin"], seconds=seconds, **options["job"])
     harness.finish(rank, options, PARTS[name](job))
 
 
 def run(name: str, ranks: int, job: dict, limit_seconds: float) -> dict:
-    """Run a part in its own processes; return its result or its error."""
+    """Run a part in its own processes, in half of the time if it can; return its result or its error."""
     start = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="gpu-", ignore_cleanup_errors=True) as scratch:
+    with tempfile.TemporaryDirectory(prefix="gpu-", ignore_cleanup_errors=True, dir=ram_disk()) as scratch:
         paths = {"scratch": scratch, "store": f"{scratch}/store", "results": f"{scratch}/results.json"}
         options = {"ranks": ranks, "smoke": job["smoke"], "job": job, **paths}
-        # CUDA needs spawned processes; without it they are forked from a process that has done the imports.
-        method = "spawn" if torch.cuda.is_available() else "forkserver"
+        options |= {"begin": start, "seconds": limit_seconds / 2}
+        method = harness.start_method()
         context = mp.start_processes(run_rank, (name, options), nprocs=ranks, join=False, start_method=method)
         try:
             while not context.join(timeout=max(0.0, start + limit_seconds - time.monotonic())):
@@ -565,6 +466,14 @@ def run(name: str, ranks: int, job: dict, limit_seconds: float) -> dict:
                 raise
             found = outcome({}, {}, [str(error).strip()[-3000:]])
     return {"seconds": round(time.monotonic() - start, 1), **found}
+
+
+def ram_disk() -> Path | None:
+    """Return the folder of the RAM disk, or None if it is small or missing."""
+    try:
+        return RAM_DISK if shutil.disk_usage(RAM_DISK).free >= RAM_DISK_BYTES else None
+    except OSError:
+        return None
 
 
 def kill(context: mp.ProcessContext) -> None:
@@ -616,6 +525,7 @@ def environment(args: argparse.Namespace) -> dict:
         "command": " ".join(["python", *sys.argv]),
         "smoke": args.smoke,
         "ranks": args.ranks,
+        "files": f"RAM disk {RAM_DISK}" if ram_disk() else f"disk of {tempfile.gettempdir()}",
         "hardware": hardware(),
         "versions": {
             "python": platform.python_version(),
@@ -632,8 +542,12 @@ def table(entry: dict) -> str:
         value = side.get(key)
         return "-" if value is None else f"{value / scale:,.0f}" if value / scale >= 100 else f"{value / scale:.3g}"
 
-    lines = [f"{entry['hardware']['device'] or entry['hardware']['cpu']}, torch {entry['versions']['torch']}, "]
-    lines[0] += f"{entry['ranks']} ranks, {entry['date']}, commit {entry['commit']}"
+    machine, versions = entry["hardware"], entry["versions"]
+    device = f"{machine['count']} x {machine['device']}, {machine['memory_gb'][0]} GB" if machine["count"] else "no GPU"
+    lines = [f"{entry['date'][:10]}, commit {entry['commit']}, {device}, {machine['cores']} cores, {machine['cpu']}, "]
+    lines[0] += f"torch {versions['torch']}, transformers {versions['transformers']}, CUDA {versions['cuda']}, "
+    lines[0] += f"ranks: {entry['ranks']}, files on the {entry['files']}."
+    lines[0] += " Smoke run at tiny sizes: the figures mean nothing." if entry["smoke"] else ""
     lines += ["", "| part | measure | ours | reference | unit | time, ours / reference (middle half) | peak GB |"]
     lines += ["|---|---|---|---|---|---|---|"]
     for part, found in entry["parts"].items():
@@ -644,7 +558,8 @@ def table(entry: dict) -> str:
             times = "{:.3f} ({:.3f} - {:.3f})".format(*measure["time_ratio"]) if "time_ratio" in measure else ""
             lines.append(f"| {part} | {name} | {values} | {measure['unit']} | {times} | {peaks} |")
         if found["error"] or not found["measures"]:
-            text = f"FAILED: {found['error'].splitlines()[-1]}" if found["error"] else json.dumps(found["facts"])
+            text = f"skipped: {found['skipped']}" if found["skipped"] else json.dumps(found["facts"])
+            text = f"FAILED: {found['error'].splitlines()[-1]}" if found["error"] else text
             lines.append(f"| {part} | {text} | | | | | |")
     return "\n".join(lines)
 
@@ -665,17 +580,19 @@ def main() -> int:
     job = {"billions": args.parameters, "rounds": args.rounds, "smoke": args.smoke}
     if args.smoke:
         job |= {"billions": 0.0, "rounds": 2}
-    mp.set_forkserver_preload(harness.PRELOADED)
     out = args.out or (harness.OUT / "smoke" if args.smoke else harness.OUT)
     out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 60 * args.minutes
     entry = {**environment(args), "parts": {}}
     for i, name in enumerate(args.parts):
-        # Twice an equal share of the remaining time: a part that hangs leaves enough for the others.
-        limit = (deadline - time.monotonic()) * min(1.0, 2 / (len(args.parts) - i))
+        # Twice its share of the remaining time: a part that hangs leaves enough for the others.
+        shares = [SHARES.get(part, 1) for part in args.parts[i:]]
+        limit = (deadline - time.monotonic()) * min(1.0, 2 * shares[0] / sum(shares))
         found = entry["parts"][name] = run(name, args.ranks, job, max(0.0, limit))
         (out / "gpu.json").write_text(json.dumps(entry, indent=1) + "\n")
-        print(f"{name}: {found['seconds']} s{', FAILED: ' + found['error'] if found['error'] else ''}", flush=True)
+        state = f", FAILED: {found['error']}" if found["error"] else ""
+        state += f", skipped: {found['skipped']}" if found["skipped"] else ""
+        print(f"{name}: {found['seconds']} s{state}", flush=True)
     print("", table(entry), sep="\n")
     return int(any(found["error"] for found in entry["parts"].values()))
 

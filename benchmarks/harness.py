@@ -2,7 +2,8 @@
 
 All contestants take turns on the same ranks, in a different order each round, so that a slow phase of the machine
 affects all of them. The barriers around a turn are on the harness's own process group, separate from the contestants'
-collectives. Peak memory is the kernel's VmHWM, reset before each turn, minus the memory of the process at that time.
+collectives. Peak memory is the kernel's VmHWM, reset before each turn, minus the memory of the process at that time. If
+there is an accelerator, a turn ends when its work is done, and the peak of its memory is measured in the same way.
 
 After the timed part of a turn, all values that it moved are checked. If the check fails, the result is an error.
 """
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,11 @@ OUT = Path("runs/benchmarks")
 """Default folder for results and charts, in the working directory; `--out benchmarks/results` records them."""
 PRELOADED = ["torch", "transformers.models.llama.modeling_llama", "fsdp2_strategy.strategy", "fsdp2_strategy.vla"]
 """Modules that take seconds to import: ranks are forked from a process that has imported them."""
+PROBE_SECONDS = 60
 MAX_NAMES = 2
 """Maximum number of wrong tensors that an error names."""
+LEAST_ROUNDS = 3
+"""Rounds that are run also if they take longer than the time that is left."""
 SMOKE_TITLE = "smoke run at tiny sizes: the figures mean nothing"
 
 
@@ -130,12 +134,34 @@ def harness_group() -> dist.ProcessGroup:
 
 def run_on_ranks(work: Callable[[int, dict], None], options: dict) -> dict:
     """Run ``work(rank, options)`` in ``options["ranks"]`` processes; return what rank 0 passed to `finish`."""
-    method = "spawn" if torch.cuda.is_available() else "forkserver"  # CUDA cannot be initialised after a fork
-    mp.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    method = start_method()
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         paths = {"store": f"{folder}/store", "results": f"{folder}/results.json"}
         mp.start_processes(work, ({**options, **paths},), nprocs=options["ranks"], start_method=method)
         return json.loads(Path(paths["results"]).read_text())
+
+
+@cache
+def start_method() -> str:
+    """Return how ranks are started: forked from a process that has done the imports, or spawned if CUDA fails there.
+
+    CUDA can be used in a forked process if nothing initialised it in the process that was forked. A probe tries it.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    if not torch.cuda.is_available():
+        return "forkserver"
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # `is_available` then does not initialise CUDA
+    probe = context.Process(target=_use_accelerator)
+    probe.start()
+    probe.join(PROBE_SECONDS)
+    works = probe.exitcode == 0
+    probe.kill()
+    return "forkserver" if works else "spawn"
+
+
+def _use_accelerator() -> None:
+    torch.zeros(1, device="cuda").item()
 
 
 def finish(rank: int, options: dict, result: dict) -> None:
@@ -144,6 +170,26 @@ def finish(rank: int, options: dict, result: dict) -> None:
         Path(options["results"]).write_text(json.dumps(result))
     dist.barrier()
     os._exit(0)  # gloo can abort while the interpreter shuts down
+
+
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def synchronize() -> None:
+    """Wait until the accelerator, if there is one, has done its work."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def allocated() -> int | None:
+    """Return the bytes of this rank's tensors on the accelerator; None if there is none."""
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else None
+
+
+def pinned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Allocate a tensor in host memory, pinned if there is an accelerator."""
+    return torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -278,6 +324,10 @@ def check_equal(found: torch.Tensor, expected: torch.Tensor, name: str) -> None:
 def turn(call: Callable[[], object], finish: Callable[[object], None] = id) -> dict:
     """Run one contestant on all ranks; return seconds, and this rank's peak memory and bytes read and written."""
     gc.collect()
+    synchronize()
+    held = allocated()
+    if held is not None:
+        torch.cuda.reset_peak_memory_stats()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     resident, read, written = proc_value("VmRSS"), proc_value("rchar", "io"), proc_value("wchar", "io")
@@ -287,6 +337,7 @@ def turn(call: Callable[[], object], finish: Callable[[object], None] = id) -> d
     try:
         result = call()
         finish(result)
+        synchronize()
     finally:
         dist.barrier(harness_group())  # also after an error: other ranks may have none
     end = time.perf_counter()
@@ -295,6 +346,7 @@ def turn(call: Callable[[], object], finish: Callable[[object], None] = id) -> d
         "end": end,
         "seconds": end - start,
         "peak_bytes": proc_value("VmHWM") - resident,
+        "device_peak_bytes": None if held is None else torch.cuda.max_memory_allocated() - held,
         "read_bytes": proc_value("rchar", "io") - read,
         "written_bytes": proc_value("wchar", "io") - written,
         "moved_bytes": loopback_bytes() - moved,
@@ -320,9 +372,33 @@ def attempt(call: Callable[[], dict], check: Callable[[], object] = int) -> list
     return outcomes
 
 
-def turn_order(names: list[str], rounds: int) -> list[str]:
-    """Return the names in the order of their turns; each round begins with a different name."""
-    return [name for r in range(rounds) for name in names[r % len(names) :] + names[: r % len(names)]]
+def of_device(outcomes: list[dict]) -> list[dict]:
+    """Replace the peaks of host memory by those of the accelerator, if there is one."""
+    for outcome in outcomes:
+        if outcome.get("device_peak_bytes") is not None:
+            outcome["peak_bytes"] = outcome["device_peak_bytes"]
+    return outcomes
+
+
+def turn_order(names: list[str], rounds: int, until: float | None = None) -> Iterator[str]:
+    """Yield the names in the order of their turns; each round begins with a different name.
+
+    Args:
+        names: the contestants.
+        rounds: the number of rounds.
+        until: a time of `time.monotonic`: no round begins that would end later if it takes as long as the longest
+            round so far, but `LEAST_ROUNDS` are always run. The iteration is then collective, and rank 0 decides.
+    """
+    longest = 0.0
+    for r in range(rounds):
+        begin = time.monotonic()
+        if until is not None and r >= LEAST_ROUNDS:
+            is_late = torch.tensor(begin + longest > until)
+            dist.broadcast(is_late, 0, harness_group())
+            if is_late:
+                return
+        yield from names[r % len(names) :] + names[: r % len(names)]
+        longest = max(longest, time.monotonic() - begin)
 
 
 def error_of(turns: list[list[dict]]) -> str | None:
@@ -339,7 +415,12 @@ def summary(turns: list[list[dict]]) -> dict:
         "read_bytes": statistics.median(sum(rank["read_bytes"] for rank in ranks) for ranks in turns),
         "written_bytes": statistics.median(sum(rank["written_bytes"] for rank in ranks) for ranks in turns),
         "moved_bytes": statistics.median(ranks[0]["moved_bytes"] for ranks in turns),
-    }
+    } | _device_peak(turns)
+
+
+def _device_peak(turns: list[list[dict]]) -> dict[str, int]:
+    peaks = [rank["device_peak_bytes"] for ranks in turns for rank in ranks]
+    return {} if None in peaks else {"device_peak_bytes": max(peaks)}
 
 
 def ratio(one: list[float], other: list[float]) -> tuple[float, float, float]:

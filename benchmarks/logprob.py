@@ -71,8 +71,6 @@ class Passes:
         if trains:
             found.mean().backward()
         self.log_probs = found.detach()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
 
     def pop_values(self) -> dict[str, torch.Tensor]:
         """Return the values of the last pass and this rank's part of the gradients, and clear the gradients."""
@@ -106,15 +104,11 @@ def measure(vocabulary: int, options: dict) -> dict:
         kind = "forward and backward" if trains else "forward"
         turns = {name: [] for name in passes.contestants}
         for name in harness.turn_order(list(passes.contestants), options["rounds"] + 1):
-            if torch.cuda.is_available():
-                torch.cuda.reset_peak_memory_stats()
             outcomes = harness.attempt(
                 lambda n=name, t=trains: harness.turn(lambda: passes.run(n, trains=t)),
                 lambda t=trains: passes.check(trains=t),
             )
-            if torch.cuda.is_available() and not harness.error_of([outcomes]):
-                outcomes[0]["peak_bytes"] = torch.cuda.max_memory_allocated()
-            turns[name].append(outcomes)
+            turns[name].append(harness.of_device(outcomes))
         results[kind] = {name: harness.summary(of_name[1:]) for name, of_name in turns.items()}
     return {"kinds": results, "largest_difference": passes.largest_difference}
 

@@ -46,11 +46,6 @@ class CountBytes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 class BareCopies:
     """Copy tensors into new host memory, and from there into new device memory."""
 
@@ -66,12 +61,12 @@ class BareCopies:
         self.copies = self._pinned or [torch.empty(t.shape) for t in self.sources]
         for target, source in zip(self.copies, self.sources, strict=True):
             target.copy_(source, non_blocking=True)
-        synchronize()
+        harness.synchronize()
 
     def reload(self) -> None:
         for copy, source in zip(self.copies, self.sources, strict=True):
             self.returned.append(torch.empty_like(source).copy_(copy, non_blocking=True))
-        synchronize()
+        harness.synchronize()
 
 
 def named(tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -96,7 +91,7 @@ def offloads(rounds: int, millions: float) -> dict:
 
     def move(call: Callable[[object], None]) -> None:
         call(optimizer)
-        synchronize()
+        harness.synchronize()
 
     def check_offloaded() -> None:
         if not is_offloaded(optimizer):
@@ -121,16 +116,21 @@ def offloads(rounds: int, millions: float) -> dict:
     return {"bytes_of_a_rank": sum(t.nbytes for t in bare.sources), "results": warm}
 
 
-def accumulation(options: dict, shard_size: int) -> dict:
-    """Measure optimizer steps of several micro-batches in each mode of accumulation."""
-    vocab_size, width, layers = (64, 32, 2) if options["smoke"] else (4096, 384, 8)
-    config = LlamaConfig(
+def config_of(*, smoke: bool) -> LlamaConfig:
+    vocab_size, width, layers = (64, 32, 2) if smoke else (4096, 384, 8)
+    return LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=width,
         intermediate_size=width * 8 // 3,
         num_hidden_layers=layers,
         num_attention_heads=8,
     )
+
+
+def accumulation(
+    options: dict, shard_size: int, config: LlamaConfig, length: int = 64, until: float | None = None
+) -> dict:
+    """Measure optimizer steps of several micro-batches in each mode of accumulation."""
     total = options["micro_batches"] * dist.get_world_size()
     steps = {}
     for mode in MODES:
@@ -139,7 +139,7 @@ def accumulation(options: dict, shard_size: int) -> dict:
         model = strategy.prepare_model(LlamaForCausalLM(config), is_training=True, shard_size=shard_size)
         optimizer = strategy.create_optimizer(model, lr=1e-3)
         steps[mode] = (strategy, model, optimizer)
-    ids = torch.randint(0, vocab_size, (1, 64), generator=torch.Generator().manual_seed(dist.get_rank()))
+    ids = torch.randint(0, config.vocab_size, (1, length), generator=torch.Generator().manual_seed(dist.get_rank()))
 
     def step(mode: str) -> float:
         strategy, model, optimizer = steps[mode]
@@ -147,7 +147,7 @@ def accumulation(options: dict, shard_size: int) -> dict:
             batch = ids.to(strategy.device)
             strategy.backward(model(input_ids=batch, labels=batch).loss, model, optimizer)
             result = strategy.optimizer_step(optimizer, model)
-        synchronize()
+        harness.synchronize()
         return result.grad_norm
 
     found: dict = {}
@@ -159,7 +159,7 @@ def accumulation(options: dict, shard_size: int) -> dict:
         if not abs(norm / found[MODES[0]]["grad_norm"] - 1) <= LARGEST_DIFFERENCE:
             expected = found[MODES[0]]["grad_norm"]
             raise harness.ValuesError(f"the gradient norm of {mode} is {norm}, expected that of {MODES[0]}: {expected}")
-    for mode in harness.turn_order(MODES, options["rounds"]):
+    for mode in harness.turn_order(MODES, options["rounds"], until):
         found[mode]["turns"].append(harness.attempt(lambda m=mode: harness.turn(lambda: step(m))))
     return found
 
@@ -168,7 +168,9 @@ def work(rank: int, options: dict) -> None:
     harness.init_rank(rank, options)
     result = {"moves": offloads(options["rounds"], options["parameters"])}
     sizes = [-1, 2] if options["ranks"] >= 4 else [-1]
-    result["accumulation"] = {str(size): accumulation(options, size) for size in sizes}
+    result["accumulation"] = {
+        str(size): accumulation(options, size, config_of(smoke=options["smoke"])) for size in sizes
+    }
     harness.finish(rank, options, result)
 
 

@@ -205,7 +205,8 @@ class Follower:
         for parameter in self.model.parameters():
             local = harness.local_of(parameter.detach()).view(-1)
             places = torch.randint(len(local), (round(share * len(local)),), generator=self._generator)
-            local[places] = torch.randint(PERIOD, places.shape, generator=self._generator).float()
+            values = torch.randint(PERIOD, places.shape, generator=self._generator).float()
+            local[places.to(local.device)] = values.to(local.device)
 
     def take_all(self) -> None:
         stream = stream_weights(self.model)
@@ -245,7 +246,8 @@ def measure_changes(options: dict, where: str, retain: str) -> dict:
         follower = Follower(model, retain, engine)
         follower.take_changes()  # so that the first turn of a full stream is not that of all changes
         found: dict = {name: {"sent_bytes": follower.full_bytes, "turns": []} for name in ("all", *SHARES)}
-        for name in harness.turn_order(list(found), options["rounds"] + 1):  # the first round warms up
+        # The first round warms up.
+        for name in harness.turn_order(list(found), options["rounds"] + 1, options.get("until")):
             if name != "all":
                 follower.change(SHARES[name])
             take = follower.take_all if name == "all" else follower.take_changes

@@ -69,8 +69,6 @@ class Steps:
         loss = model(**strategy.shard_sequence({"input_ids": ids, "labels": ids}), use_cache=False).loss
         strategy.backward(loss, model, self.optimizers[size])
         self.loss = strategy.optimizer_step(self.optimizers[size], model).loss
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
 
     def ids_of(self, length: int) -> torch.Tensor:
         """Return one sequence per rank, the same on all ranks."""
@@ -93,15 +91,10 @@ class Steps:
 
     def turn(self, name: str, length: int, expected: dict[str, float]) -> list[dict]:
         """Take a timed step; return the outcome of every rank."""
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-            held = torch.cuda.memory_allocated()
         outcomes = harness.attempt(
             lambda: harness.turn(lambda: self.run(name, length)), lambda: self.check(expected[name])
         )
-        if torch.cuda.is_available() and not harness.error_of([outcomes]):
-            outcomes[0]["peak_bytes"] = torch.cuda.max_memory_allocated() - held
-        return outcomes
+        return harness.of_device(outcomes)
 
 
 @contextlib.contextmanager
@@ -149,7 +142,7 @@ def longest_of(steps: Steps, name: str, options: dict) -> dict:
         )
         if error := harness.error_of([outcomes]):
             raise harness.ValuesError(error)
-        return max(outcome["peak_bytes"] for outcome in outcomes) <= options["budget_mb"] * 1_000_000
+        return max(outcome["peak_bytes"] for outcome in harness.of_device(outcomes)) <= options["budget_mb"] * 1_000_000
 
     longest, too_long = 0, None
     length = min(options["lengths"])
@@ -168,16 +161,19 @@ def longest_of(steps: Steps, name: str, options: dict) -> dict:
     return {"length": longest, "is_limited_by_memory": too_long is not None}
 
 
+def turns_of(steps: Steps, length: int, rounds: int, until: float | None = None) -> dict[str, dict]:
+    """Measure the steps of all contestants at one length, in turns."""
+    expected = steps.losses_of_full(length)
+    turns: dict[str, list] = {name: [] for name in CONTESTANTS}
+    for name in harness.turn_order(list(CONTESTANTS), rounds + 1, until):  # the first round warms up
+        turns[name].append(steps.turn(name, length, expected))
+    return {name: harness.summary(of_name[1:]) for name, of_name in turns.items()}
+
+
 def work(rank: int, options: dict) -> None:
     harness.init_rank(rank, options)
     steps = Steps(options)
-    lengths = {}
-    for length in options["lengths"]:
-        expected = steps.losses_of_full(length)
-        turns: dict[str, list] = {name: [] for name in CONTESTANTS}
-        for name in harness.turn_order(list(CONTESTANTS), options["rounds"] + 1):  # the first round warms up
-            turns[name].append(steps.turn(name, length, expected))
-        lengths[str(length)] = {name: harness.summary(of_name[1:]) for name, of_name in turns.items()}
+    lengths = {str(length): turns_of(steps, length, options["rounds"]) for length in options["lengths"]}
     exchanges = exchanges_of(steps, min(options["lengths"]) // steps.ranks * steps.ranks)
     longest = {name: longest_of(steps, name, options) for name in (FULL, ONE)}
     harness.finish(rank, options, {"lengths": lengths, "exchanges_per_layer": exchanges, "longest": longest})

@@ -113,8 +113,8 @@ def step(strategy: VLAFSDPStrategy, hidden: int) -> None:
     strategy.optimizer_step(strategy.optimizer, strategy.vla, strategy.lr_scheduler)
 
 
-def measure_steps(rank: int, options: dict) -> None:
-    harness.init_rank(rank, options)
+def turns_of_steps(options: dict) -> dict:
+    """Measure steps with a frozen backbone, one with learning rate 0, and a trained one, in turns; collective."""
     runs = {f: strategy_for(options["hidden"], Path(options["dir"]), freeze=f) for f in ("frozen", "rate 0", "trained")}
     traffic, state, parameters = {}, {}, {}
     for name, strategy in runs.items():
@@ -126,14 +126,19 @@ def measure_steps(rank: int, options: dict) -> None:
         state[name] = sum(harness.local_of(t).nbytes for t in tensors)
         parameters[name] = sum(harness.local_of(p).nbytes for p in strategy.vla.parameters())
     turns: dict[str, list] = {name: [] for name in runs}
-    for name in harness.turn_order(list(runs), options["rounds"]):
+    for name in harness.turn_order(list(runs), options["rounds"], options.get("until")):
         steps = [runs[name]] * 3
         turns[name].append(
             harness.attempt(lambda steps=steps: harness.turn(lambda: [step(s, options["hidden"]) for s in steps]))
         )
     result = {"traffic": traffic, "state_bytes": state, "parameter_bytes": parameters}
     result["turns"] = {name: harness.summary(taken) for name, taken in turns.items()}
-    harness.finish(rank, options, result)
+    return result
+
+
+def measure_steps(rank: int, options: dict) -> None:
+    harness.init_rank(rank, options)
+    harness.finish(rank, options, turns_of_steps(options))
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------

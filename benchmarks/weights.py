@@ -66,10 +66,10 @@ def bare_folder(source: Path) -> Path:
 
 
 def bare_read(source: Path, _marks: dict) -> torch.Tensor:
-    """Read this rank's own file into new memory."""
-    target = torch.empty(bare.path_in(bare_folder(source)).stat().st_size, dtype=torch.uint8)
+    """Read this rank's own file into new memory, and copy it to the accelerator if there is one."""
+    target = harness.pinned(bare.path_in(bare_folder(source)).stat().st_size, dtype=torch.uint8)
     bare.read(bare.calls_of([target]), bare_folder(source))
-    return target
+    return target.to(harness.device())
 
 
 def ours(folder: Path, marks: dict) -> torch.nn.Module:
@@ -95,7 +95,7 @@ def rank_0_and_broadcast(folder: Path, _marks: dict) -> torch.nn.Module:
     """Load everything on rank 0, and broadcast it with torch's state-dict functions."""
     full = LlamaForCausalLM.from_pretrained(folder).state_dict() if dist.get_rank() == 0 else {}
     model = sharded_on_meta(folder)
-    model.to_empty(device="cpu")
+    model.to_empty(device=harness.device())
     set_model_state_dict(model, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     return model
 
@@ -120,7 +120,7 @@ def transformers_distributed(folder: Path, _marks: dict) -> torch.nn.Module:
 
 def dcp_reader(folder: Path, _marks: dict) -> torch.nn.Module:
     model = sharded_on_meta(folder)
-    model.to_empty(device="cpu")
+    model.to_empty(device=harness.device())
     dcp.load(model.state_dict(), storage_reader=HuggingFaceStorageReader(str(folder)))
     return model
 
@@ -139,7 +139,12 @@ LOADERS = {
 
 
 def bare_write(model: torch.nn.Module, folder: Path) -> None:
-    bare.write(bare.calls_of([harness.local_of(p.detach()) for p in model.parameters()]), folder)
+    parts = [harness.local_of(p.detach()) for p in model.parameters()]
+    if torch.cuda.is_available():
+        copies = [harness.pinned(*part.shape, dtype=part.dtype) for part in parts]
+        parts = [copy.copy_(part, non_blocking=True) for copy, part in zip(copies, parts, strict=True)]
+        harness.synchronize()
+    bare.write(bare.calls_of(parts), folder)
 
 
 def our_export(model: torch.nn.Module, folder: Path) -> None:
@@ -188,7 +193,7 @@ def check_parts(named: Sequence[tuple[str, torch.Tensor]], folder: Path) -> None
                         f"{path} contains {name}, which the model lacks or another file also contains"
                     )
                 tensor = missing.pop(name).detach()
-                harness.check_equal(harness.local_of(tensor), file.get_slice(name)[_part_of(tensor)], name)
+                harness.check_equal(harness.local_of(tensor).cpu(), file.get_slice(name)[_part_of(tensor)], name)
     if missing:
         raise harness.ValuesError(f"{folder} lacks {len(missing)} tensors, for example {next(iter(missing))}")
 
@@ -250,7 +255,7 @@ def export_turn(name: str, model: torch.nn.Module, out: Path) -> list[dict]:
         if name != "bare":
             check_parts(list(model.named_parameters()), out)
             return
-        written = {key: harness.local_of(p.detach()) for key, p in model.named_parameters()}
+        written = {key: harness.local_of(p.detach()).cpu() for key, p in model.named_parameters()}
         read = {key: torch.empty_like(local) for key, local in written.items()}
         bare.read(bare.calls_of(list(read.values())), out)
         for key, local in written.items():
@@ -259,14 +264,15 @@ def export_turn(name: str, model: torch.nn.Module, out: Path) -> list[dict]:
     return harness.attempt(call, check)
 
 
-def work(rank: int, options: dict) -> None:
-    harness.init_rank(rank, options)
-    source, out = Path(options["source"]), Path(options["target"])
+def measure(options: dict) -> dict:
+    """Load and export a folder with all contestants, or those of the options, in turns; collective."""
+    rank, source, out = dist.get_rank(), Path(options["source"]), Path(options["target"])
+    contestants = {"load": list(LOADERS), "export": list(EXPORTERS), **options.get("contestants", {})}
     results: dict = {}
     for kind in options["kinds"]:
         model = ours(source, {}) if kind == "export" else None
         expected = harness.digest_of(prepare_bare(source)) if kind == "load" else ""
-        for name in harness.turn_order(list(LOADERS if kind == "load" else EXPORTERS), options["rounds"]):
+        for name in harness.turn_order(contestants[kind], options["rounds"], options.get("until")):
             if kind == "load":
                 if options["cold"] and rank == 0:
                     harness.drop_from_cache(source)
@@ -284,7 +290,12 @@ def work(rank: int, options: dict) -> None:
         if rank == 0:
             shutil.rmtree(out, ignore_errors=True)
             shutil.rmtree(bare_folder(source), ignore_errors=True)
-    harness.finish(rank, options, results)
+    return results
+
+
+def work(rank: int, options: dict) -> None:
+    harness.init_rank(rank, options)
+    harness.finish(rank, options, measure(options))
 
 
 def summarise(turns: list) -> dict:
@@ -346,7 +357,9 @@ def write_model(size: str, folder: Path, *, smoke: bool) -> int:
     config = harness.llama_config(size, smoke=smoke)
     folder.mkdir(parents=True, exist_ok=True)
     torch.set_default_dtype(config.dtype)
-    LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="100GB")
+    with harness.device():
+        model = LlamaForCausalLM(config)
+    model.save_pretrained(folder, max_shard_size="100GB")
     torch.set_default_dtype(torch.float32)
     files = folder.glob("*.safetensors")
     return sum(entry.nbytes for path in files for entry in read_header(path).values())

@@ -323,10 +323,11 @@ class _LinearLogProbs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         found, entropies = hidden.new_zeros((2, len(targets)), dtype=_at_least_fp32(hidden)).unbind()
         for rows in _chunks(targets, settings):
-            _, log_probs = settings.log_probs(hidden[rows], weight, bias)
+            log_probs = settings.log_probs(hidden[rows], weight, bias)[1]
             found[rows] = log_probs.gather(-1, targets[rows, None]).squeeze(-1)
             if settings.entropy:
                 entropies[rows] = -log_probs.mul_(log_probs.exp()).sum(dim=-1)
+            del log_probs  # before the logits of the next chunk are allocated
         ctx.save_for_backward(hidden, weight, bias, targets, entropies)
         ctx.settings = settings
         return found.clone(), entropies.clone()
