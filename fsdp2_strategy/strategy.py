@@ -39,7 +39,9 @@ from fsdp2_strategy.training import TrainingStrategy
 __all__ = ["FSDPV2Strategy", "FSDPadaptOptimizer", "ModelOptimPair", "ModelOrModelOptimPair", "is_mp_optimizer"]
 
 ModelOptimPair = tuple[nn.Module, Optimizer]
+"""A model with its optimizer, as trainers pass them to `FSDPV2Strategy.prepare`."""
 ModelOrModelOptimPair = nn.Module | ModelOptimPair
+"""A model for inference, or one with its optimizer."""
 
 T = TypeVar("T")
 

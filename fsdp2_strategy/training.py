@@ -676,7 +676,7 @@ class TrainingStrategy:
     ) -> str:
         """Save a model with its optimizer, schedule and random state, then delete surplus checkpoints; collective.
 
-        Errors, and arguments that are not listed here, are those of `save_checkpoint`; the result is its path as a str.
+        Errors are those of `save_checkpoint`; the result is its path as a str.
 
         Args:
             model: a prepared model, or its wrapper.
@@ -687,6 +687,8 @@ class TrainingStrategy:
             scheduler: by default the one that was created for that optimizer or stepped with it.
             ema: the averages to save, or the ``model_ema`` that was passed to `moving_average`; by default the averages
                 that were last used with this model.
+            max_mem, client_state, save_latest, dataloader, tokenizer, protect, metric, higher_is_better, async_save,
+                only_trainable, meta, layout: as for `save_checkpoint`.
         """
         state = self._state_of(model)
         if state.accumulation.is_pending:
@@ -757,7 +759,7 @@ class TrainingStrategy:
     ) -> tuple[str | None, dict[str, Any]]:
         """Load the newest checkpoint of a directory, or the one named by ``tag``, or a single checkpoint; collective.
 
-        All arguments that are not listed here, and the errors, are those of `load_checkpoint`.
+        Errors are those of `load_checkpoint`.
 
         Args:
             model: a prepared model, or its wrapper.
@@ -774,6 +776,7 @@ class TrainingStrategy:
             load_module: load the model's parameters and buffers; if false, load all other state only.
             load_module_only: load the model only; the same as ``load_optimizer_states=False,
                 load_lr_scheduler_states=False``.
+            tag, dataloader, load_data_position, verify, fallback, trust: as for `load_checkpoint`.
 
         Returns:
             The directory that was loaded, and its client state; (None, {}) if there is no checkpoint.

@@ -1,0 +1,192 @@
+"""The reference of the docs site is complete: each public name and parameter, and which calls are collective.
+
+The package is read as source, so no test here needs mkdocs, or the libraries that some packages adapt.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PACKAGE = ROOT / "fsdp2_strategy"
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+STRATEGIES = (
+    "TrainingStrategy",
+    "FSDPV2Strategy",
+    "VLAFSDPStrategy",
+    "compat.lightrft.LightRFTStrategy",
+    "compat.transformers.FSDP2Trainer",
+    "compat.verl.StrategyEngine",
+    "compat.lerobot.Accelerator",
+)
+"""Classes whose every public method says whether it is collective."""
+
+STATEMENT = re.compile(r"(?:^|[;.:,] )((?:not )?collective\b[^;:]*?)(?=[;:]|\.?$|\. )", re.IGNORECASE)
+"""The part of a docstring's first paragraph that says whether the call is collective."""
+
+
+# --- the package, as source ------------------------------------------------------------------------------------------
+
+
+@cache
+def parsed(path):
+    return ast.parse(path.read_text())
+
+
+def file_of(module):
+    path = ROOT / module.replace(".", "/")
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def exported(module):
+    """Return where each public name of a package is imported from: name -> (module, name there)."""
+    tree = parsed(file_of(module))
+    imports = {
+        alias.asname or alias.name: (node.module, alias.name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return {name: imports.get(name, (module, name)) for name in ast.literal_eval(node.value)}
+    if "lazy_exports(__name__)" in file_of(module).read_text():
+        return {
+            alias.asname: (node.module, alias.name)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+            if alias.asname
+        }
+    return {}
+
+
+def packages():
+    found = [".".join(path.parent.relative_to(ROOT).parts) for path in PACKAGE.rglob("__init__.py")]
+    return sorted(name for name in found if exported(name))
+
+
+@cache
+def public():
+    """Return the path under which the reference shows each public object, by where the object is defined."""
+    found = {}
+    for package in sorted(packages(), key=lambda name: name.count(".")):  # the root comes first
+        for name, (module, original) in exported(package).items():
+            while file_of(module).name == "__init__.py" and exported(module)[original] != (module, original):
+                module, original = exported(module)[original]
+            found.setdefault((module, original), f"{package}.{name}")
+    return found
+
+
+def definition(module, name):
+    """Return the statement that defines a name, and its docstring."""
+    body = parsed(file_of(module)).body
+    for number, node in enumerate(body):
+        if isinstance(node, (*FUNCTIONS, ast.ClassDef)) and node.name == name and not is_overload(node):
+            return node, ast.get_docstring(node)
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+            following = body[number + 1] if number + 1 < len(body) else None
+            value = following.value if isinstance(following, ast.Expr) else None
+            return node, value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else None
+    raise AssertionError(f"{module} does not define {name}")
+
+
+def decorators(node):
+    return {ast.unparse(each).split("(")[0] for each in node.decorator_list}
+
+
+def is_overload(node):
+    return "overload" in decorators(node)
+
+
+def is_value(node):
+    """Return whether a method is read like an attribute."""
+    return bool(decorators(node) & {"property", "cached_property"}) or any("." in each for each in decorators(node) - {
+        "contextlib.contextmanager", "torch.no_grad"
+    })  # fmt: skip
+
+
+def methods(node):
+    for each in node.body:
+        if isinstance(each, FUNCTIONS) and not each.name.startswith("_") and not is_overload(each):
+            yield each
+
+
+def documented() -> Iterator[tuple[str, ast.AST, str | None]]:
+    """Yield each public object and each public method: its path, its definition, its docstring."""
+    for (module, name), path in public().items():
+        node, text = definition(module, name)
+        yield path, node, text
+        if isinstance(node, ast.ClassDef):
+            for each in methods(node):
+                if not any(decorator.endswith(".setter") for decorator in decorators(each)):
+                    yield f"{path}.{each.name}", each, ast.get_docstring(each)
+
+
+def first_paragraph(text):
+    return " ".join((text or "").split("\n\n")[0].split())
+
+
+# --- the reference ---------------------------------------------------------------------------------------------------
+
+
+def test_the_reference_has_each_public_name_once():
+    pages = [page.read_text() for page in (DOCS / "api").glob("*.md")]
+    shown = Counter(path for page in pages for path in re.findall(r"^::: (\S+)$", page, flags=re.MULTILINE))
+    assert len(public()) > 100
+    assert shown == Counter(public().values())
+
+
+def test_every_public_name_has_a_docstring_that_begins_with_a_sentence():
+    problems = [
+        path
+        for path, _, text in documented()
+        if not re.match(r"\S.*[.:]$", first_paragraph(text)) or first_paragraph(text)[0].isdigit()
+    ]
+    assert not problems, "\n".join(map(str, problems.items() if isinstance(problems, dict) else problems))
+
+
+def args_of(text):
+    """Return the names of the parameters in a docstring's section Args; None if it has no such section.
+
+    Several parameters may share an entry, as in "a, b: as for `f`"; the site shows them one by one.
+    """
+    section = re.search(r"^Args:\n((?:(?: .*)?\n)*)", f"{text}\n", flags=re.MULTILINE)
+    if section is None:
+        return None
+    entries = re.findall(r"^    (\*{0,2}\w+(?:,\s+\*{0,2}\w+)*):", section[1], flags=re.MULTILINE)
+    return [name for entry in entries for name in re.split(r",\s+", entry)]
+
+
+def parameters_of(node):
+    """Return the names of a function's parameters; of a class, of its constructor or of its fields."""
+    if isinstance(node, ast.ClassDef):
+        constructor = next((e for e in node.body if isinstance(e, FUNCTIONS) and e.name == "__init__"), None)
+        if constructor is None and "dataclass" in {each.split(".")[-1] for each in decorators(node)}:
+            return [e.target.id for e in node.body if isinstance(e, ast.AnnAssign)]
+        if constructor is None:
+            (base,) = (where for where in public() if where[1] == ast.unparse(node.bases[0]))
+            return parameters_of(definition(*base)[0])
+        node = constructor
+    found = [each.arg for each in [*node.args.posonlyargs, *node.args.args]]
+    found += [f"*{node.args.vararg.arg}"] if node.args.vararg else []
+    found += [each.arg for each in node.args.kwonlyargs]
+    found += [f"**{node.args.kwarg.arg}"] if node.args.kwarg else []
+    return [name for name in found if name not in ("self", "cls") and not name.lstrip("*").startswith("_")]
+
+
+def test_a_section_of_arguments_has_each_parameter_once():
+    problems = {}
+    for path, node, text in documented():
+        if isinstance(node, (*FUNCTIONS, ast.ClassDef)) and (names := args_of(text)) is not None:
+            expected = parameters_of(node)
+            if sorted(names) != sorted(expected):
+                problems[path] = sorted({*expected} ^ {*names})
+    assert not problems, "\n".join(map(str, problems.items() if isinstance(problems, dict) else problems))
