@@ -11,7 +11,7 @@ from typing import Any
 import griffe
 
 _SHARED = re.compile(r"^( +)(\w+(?:,\s+\w+)+):(?= |$)(.*(?:\n\1 +\S.*)*)", re.MULTILINE)
-_EXAMPLE = re.compile(r"^( *)Example::?\n\n?", re.MULTILINE)
+_EXAMPLE = re.compile(r"^Example::?\n+((?:(?:    .*)?\n?)+)", re.MULTILINE)
 _NAME = re.compile(r"(?<!`)`(\w+)((?:\.\w+)*)`(?!`)")
 
 
@@ -36,7 +36,8 @@ class SiteDocstrings(griffe.Extension):
         text = _SHARED.sub(_one_each, text)
         text = _EXAMPLE.sub(_examples, text)
         text = re.sub(r"::$", ":", text, flags=re.MULTILINE)
-        return _NAME.sub(lambda match: self._link(match, subject), text)
+        text = _NAME.sub(lambda match: self._link(match, subject), text)
+        return "\n".join(_without_tags(line) for line in text.split("\n"))
 
     def _link(self, match: re.Match[str], subject: griffe.Object) -> str:
         scope = subject if subject.is_class else subject.parent
@@ -71,10 +72,20 @@ def _canonical_path(member: griffe.Object | griffe.Alias) -> str:
         return ""
 
 
+def _without_tags(line: str) -> str:
+    """Escape "<" outside code, so that Markdown does not read ``<name>`` in plain text as a tag."""
+    if line.lstrip().startswith((">>>", "...")):
+        return line
+    parts = line.split("`")
+    parts[::2] = [part.replace("<", "&lt;") for part in parts[::2]]
+    return "`".join(parts)
+
+
 def _one_each(match: re.Match[str]) -> str:
     names = re.split(r",\s+", match[2])
     return "\n".join(f"{match[1]}{name}:{match[3]}" for name in names)
 
 
 def _examples(match: re.Match[str]) -> str:
-    return f"{match[1]}Examples:\n"
+    body = match[1].rstrip()
+    return f"Examples:\n{body}\n" if ">>>" in body else f"Examples:\n    ```python\n{body}\n    ```\n"

@@ -73,6 +73,15 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, **_: ob
     return _outside_code(markdown, lambda text: _LINK.sub(rewrite, text))
 
 
+def on_post_page(output: str, *, page: Page, **_: object) -> str:
+    """Raise if a page of the site would load something from the network."""
+    loaded = re.findall(r'<(?:script|img|iframe|source)\b[^>]*\bsrc="?(?:https?:)?//[^">]*', output)
+    loaded += re.findall(r'<link\b[^>]*rel="?(?:stylesheet|preconnect|preload)[^>]*href="?(?:https?:)?//[^">]*', output)
+    if loaded:
+        raise PluginError(f"{page.file.src_uri} loads from the network: {', '.join(loaded)}. Add the file to docs/.")
+    return output
+
+
 def _add(path: Path, root: Path, files: Files, config: MkDocsConfig) -> None:
     uri = _uri(path, Path(config.docs_dir))
     if files.get_file_from_path(uri) is not None:

@@ -152,7 +152,7 @@ class TrainingStrategy:
         return ranks.current_device()
 
     def get_rank(self) -> int:
-        """Return this process's rank among the ranks that train."""
+        """Return this process's rank among the ranks that train; not collective."""
         return ranks.rank()
 
     @property
@@ -206,12 +206,12 @@ class TrainingStrategy:
 
     @staticmethod
     def is_rank_0() -> bool:
-        """Return whether this is rank 0; can be called on the class, too."""
+        """Return whether this is rank 0; not collective, and can be called on the class, too."""
         return ranks.is_rank_0()
 
     @staticmethod
     def print(*message: object) -> None:
-        """Write a message to standard output, on rank 0 only; can be called on the class, too."""
+        """Write a message to standard output, on rank 0 only; not collective, and can be called on the class, too."""
         if ranks.is_rank_0():
             sys.stdout.write(" ".join(map(str, message)) + "\n")
             sys.stdout.flush()
@@ -433,7 +433,7 @@ class TrainingStrategy:
         }
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
-        """Return the module that is sharded as the root, for a model or its wrapper; see `model.wrappers`."""
+        """Return the module that is sharded as the root, for a model or its wrapper; not collective."""
         return unwrap_model(model)
 
     def create_optimizer(
@@ -729,7 +729,7 @@ class TrainingStrategy:
 
     @collective
     def wait_for_checkpoint(self) -> None:
-        """Wait until no asynchronous save is in flight; call this on every rank, so that all of them raise its error.
+        """Wait until no asynchronous save is in flight; collective, so that all ranks raise its error.
 
         Raises:
             CheckpointError: on every rank, if the save has failed. The error is raised only once.

@@ -1,5 +1,7 @@
 """The reference of the docs site is complete: each public name and parameter, and which calls are collective.
 
+Run as a script, this writes the table of docs/collectives.md.
+
 The package is read as source, so no test here needs mkdocs, or the libraries that some packages adapt.
 """
 
@@ -8,7 +10,6 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -27,8 +28,8 @@ STRATEGIES = (
 )
 """Classes whose every public method says whether it is collective."""
 
-STATEMENT = re.compile(r"(?:^|[;.:,] )((?:not )?collective\b[^;:]*?)(?=[;:]|\.?$|\. )", re.IGNORECASE)
-"""The part of a docstring's first paragraph that says whether the call is collective."""
+STATEMENT = re.compile(r"\b(not )?collective\b([^;]*?)(?=;|: |\. |\.$|$)", re.IGNORECASE)
+"""The part of a docstring's first paragraph that says whether the call is collective, and under which condition."""
 
 
 # --- the package, as source ------------------------------------------------------------------------------------------
@@ -119,7 +120,7 @@ def methods(node):
             yield each
 
 
-def documented() -> Iterator[tuple[str, ast.AST, str | None]]:
+def documented():
     """Yield each public object and each public method: its path, its definition, its docstring."""
     for (module, name), path in public().items():
         node, text = definition(module, name)
@@ -190,3 +191,145 @@ def test_a_section_of_arguments_has_each_parameter_once():
             if sorted(names) != sorted(expected):
                 problems[path] = sorted({*expected} ^ {*names})
     assert not problems, "\n".join(map(str, problems.items() if isinstance(problems, dict) else problems))
+
+
+def test_the_navigation_has_each_page_once():
+    listed = re.findall(r"(?:: |- )(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
+    pages = [page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")]
+    assert sorted(page for page in listed if not page.startswith("repository/")) == sorted(pages)
+
+
+# --- collective calls ------------------------------------------------------------------------------------------------
+
+PAGE = DOCS / "collectives.md"
+START, END = "<!-- written by tests/test_site.py -->", "<!-- end of the tables -->"
+OF_A_MODEL = {"model", "models", "actor", "parameters", "optimizer", "policy", "loss"}
+"""Parameters of the calls that run on the ranks of a model's mesh."""
+OTHER_RANKS = {
+    "linear_log_probs": "those of `group`",
+    "shard_model": "those of `mesh`",
+    "gather_and_generate": "those that share an engine",
+    "forward_backward_batch": "the model's",
+    "prepare_model": "all that train",
+    "prepare_models_and_optimizers": "all that train",
+    "prepare": "all that train",
+    "create_optimizer": "all that train",
+    "run_training": "the model's",
+    "save_checkpoint": "the model's",
+    "load_optimizer_and_scheduler": "the model's",
+    "resume_after_prepare": "the model's",
+    "WeightStream.close": "the model's",
+    "compat.lightrft.LightRFTStrategy.moving_average": "the model's",
+    "compat.transformers.FSDP2Trainer.save_model": "the model's",
+    "compat.transformers.FSDP2Trainer.push_to_hub": "the model's",
+    "compat.verl.StrategyEngine.optimizer_step": "the model's",
+    "compat.verl.StrategyEngine.get_per_tensor_param": "the model's",
+    "load_checkpoint": "the model's",
+    "clip_grad_norm_": "the model's",
+}
+"""Ranks of the calls whose parameters do not tell them, by path or by the last part of it."""
+
+
+def is_collective(text):
+    """Return what a docstring says: True, False, a condition as text, or None if it says nothing."""
+    found = STATEMENT.search(first_paragraph(text))
+    if found is None:
+        return None
+    further = r"^(,| over| as) .*" if not found[1] else r"^, and .*"
+    condition = re.sub(further, "", found[2]).strip(" ,")
+    return condition or not found[1]
+
+
+@cache
+def calls():
+    """Return the public functions and methods that say whether they are collective: path -> (statement, definition)."""
+    found = {}
+    for path, node, text in documented():
+        if isinstance(node, FUNCTIONS) and not is_value(node) and (statement := is_collective(text)) is not None:
+            found[path] = statement, node
+    return found
+
+
+def row_of(path, statement, node):
+    name = path.removeprefix("fsdp2_strategy.")
+    if statement is False:
+        return f"| `{name}` | no | any | nothing happens |"
+    condition = "yes" if statement is True else statement.replace("``", "`")
+    if "not collective" in first_paragraph(ast.get_docstring(node)):
+        return f"| `{name}` | no, {condition} | any | nothing happens at once |"
+    ranks = "the model's" if OF_A_MODEL & {*parameters_of(node)} else "all that train"
+    ranks = OTHER_RANKS.get(name) or OTHER_RANKS.get(node.name, ranks)
+    is_named = "collective" in decorators(node) or "add_note" in ast.unparse(node)
+    return f"| `{name}` | {condition} | {ranks} | {'error with a note' if is_named else 'error'} |"
+
+
+def tables():
+    found = []
+    for file in re.findall(r"(api/\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE):
+        page = (DOCS / file).read_text()
+        shown = re.findall(r"^::: (\S+)$", page, flags=re.MULTILINE)
+        rows = [
+            row_of(path, *call)
+            for name in shown
+            for path, call in calls().items()
+            if path == name or path.rpartition(".")[0] == name
+        ]
+        if rows:
+            title = re.match("# (.*)", page)[1]
+            rows.sort(key=lambda row: "| no | any |" in row)  # stable
+            head = "| Call | Every rank must call it | Ranks | If a rank does not |\n|---|---|---|---|"
+            found.append("\n".join([f"## {title}\n\nArguments and results: [{title}]({file}).\n", head, *rows]))
+    return "\n\n".join(found)
+
+
+def test_the_page_on_collective_calls_is_what_the_code_says():
+    page = PAGE.read_text()
+    written = page.partition(START)[2].partition(END)[0].strip()
+    assert written == tables(), "run python tests/test_site.py"
+    assert written.count("error with a note") > 30
+
+
+def test_functions_and_methods_of_strategies_say_whether_they_are_collective():
+    strategies = {f"fsdp2_strategy.{name}" for name in STRATEGIES}
+    assert strategies <= set(public().values())
+    silent = [
+        path
+        for path, node, _ in documented()
+        if isinstance(node, FUNCTIONS) and not is_value(node) and path not in calls()
+        and (path in public().values() or path.rpartition(".")[0] in strategies)
+    ]  # fmt: skip
+    assert not silent
+
+
+def test_what_is_decorated_as_collective_says_so():
+    wrong = [
+        path
+        for path, node, text in documented()
+        if isinstance(node, FUNCTIONS) and "collective" in decorators(node)
+        and (is_collective(text) is False or "not collective" in first_paragraph(text))
+    ]  # fmt: skip
+    assert not wrong
+    decorated = [path for path, (_, node) in calls().items() if "collective" in decorators(node)]
+    assert len(decorated) == sum("collective" in decorators(node) for _, node, _ in documented() if hasattr(node, "decorator_list"))
+
+
+def test_calls_that_run_on_the_ranks_of_a_model_are_shown_so():
+    found = [path for path, (_, node) in calls().items() if "on_model_ranks" in decorators(node)]
+    assert len(found) >= 4
+    assert all("| the model's |" in row_of(path, *calls()[path]) for path in found)
+
+
+def test_the_page_on_collective_calls_has_each_collective_constructor():
+    section = PAGE.read_text().partition("## Constructors")[2].partition(START)[0]
+    listed = re.findall(r"^\| `([\w.]+)` \|", section, flags=re.MULTILINE)
+    expected = [
+        path.removeprefix("fsdp2_strategy.")
+        for path, node, text in documented()
+        if isinstance(node, ast.ClassDef) and re.search(r"(?<!not )\bcollective\b", text, re.IGNORECASE)
+    ]
+    assert sorted(listed) == sorted(expected)
+
+
+if __name__ == "__main__":
+    before, after = PAGE.read_text().split(START)[0], PAGE.read_text().split(END)[1]
+    PAGE.write_text(f"{before}{START}\n\n{tables()}\n\n{END}{after}")
