@@ -1,7 +1,8 @@
 """Extension of griffe: adapt the docstrings of the package, which are written to be read in an editor, to the site.
 
 Input: docstrings. Output: the same ones with one entry per parameter where several share one ("a, b: as for `f`"), with
-examples as code, and with links from names in backticks to their place in the reference.
+examples as code, and with links from names in backticks to their place in the reference. Defaults that the
+configuration determines are shown as "...".
 """
 
 import re
@@ -29,6 +30,9 @@ class SiteDocstrings(griffe.Extension):
                 continue
             if member.docstring:
                 member.docstring.value = self._adapted(member.docstring.value, member)
+            for parameter in member.parameters if member.is_function else ():
+                if str(parameter.default) == "_UNSET":  # the default is that of the configuration
+                    parameter.default = "..."
             if member.is_module or member.is_class:
                 self._adapt(member)
 

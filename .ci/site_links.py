@@ -8,6 +8,7 @@ text, because a browser would download them.
 
 import posixpath
 import re
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import quote, unquote
 
@@ -92,8 +93,8 @@ def _add(path: Path, root: Path, files: Files, config: MkDocsConfig) -> None:
         files.append(File.generated(config, uri, content=path.read_bytes()))
     elif path.is_file() and path.suffix in LANGUAGES:
         name = path.relative_to(root).as_posix()
-        text = f"---\nsearch:\n  exclude: true\n---\n\n# {name}\n\n~~~~~{LANGUAGES[path.suffix]}\n{path.read_text()}~~~~~\n"
-        files.append(File.generated(config, uri, content=text))
+        code = f"~~~~~{LANGUAGES[path.suffix]}\n{path.read_text()}~~~~~\n"
+        files.append(File.generated(config, uri, content=f"---\nsearch:\n  exclude: true\n---\n\n# {name}\n\n{code}"))
     else:
         raise PluginError(
             f"cannot add {path} to the site: it is not a file with a suffix of {sorted(LANGUAGES.keys() | IMAGES)}. "
@@ -110,7 +111,7 @@ def _uri(path: Path, docs: Path) -> str:
 
 
 def _linked_file(page: Path, target: str) -> Path | None:
-    """Return the existing file that a link of a page leads to; None for URLs and missing files, which mkdocs reports."""
+    """Return the file that a link of a page leads to; None for URLs, and for missing files, which mkdocs reports."""
     if re.match(r"[a-z]+:|/", target):
         return None
     path = Path(posixpath.normpath(page.parent / unquote(target)))
@@ -123,7 +124,7 @@ def _targets(markdown: str) -> list[str]:
     return found
 
 
-def _outside_code(markdown: str, change) -> str:  # noqa: ANN001
+def _outside_code(markdown: str, change: Callable[[str], str]) -> str:
     """Return the text with its parts outside code blocks and code spans changed."""
     parts, end = [], 0
     for code in _CODE.finditer(markdown):

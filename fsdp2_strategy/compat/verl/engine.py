@@ -179,8 +179,9 @@ class StrategyEngine(verl.FSDPEngineWithLMHead):  # type: ignore[misc]
         """Return a generator of names and full tensors, and the adapter's configuration; collective as it is iterated.
 
         The tensors have the compute dtype. A model without adapters, or with ``model.lora.merge``, yields its weights
-        under Hugging Face names, and the configuration is None. Otherwise ``base_sync_done`` yields the adapter under peft's names; without it, the base
-        model's weights under vLLM's names. ``layered_summon`` has no effect: the model is never gathered as a whole.
+        under Hugging Face names, and the configuration is None. Otherwise ``base_sync_done`` yields the adapter
+        under peft's names; without it, the base model's weights under vLLM's names. ``layered_summon`` has no effect:
+        the model is never gathered as a whole.
         """
         dtype = settings.param_dtype(self.engine_config)
         config = getattr(self.module, "peft_config", {}).get("default")
