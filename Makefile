@@ -1,6 +1,7 @@
 # make test       the checks of a change     make demo   the main job, killed and resumed
 # make test-full  everything that CI runs    make grpo   reinforcement learning, killed and resumed
 # make lint       the static checks alone    make robot  a robot that learns, killed and resumed
+# make docs       the docs site, runs/site
 # make bench      the benchmarks             make gpu    tests and benchmarks of one accelerator
 # make big        runs of a real size, 16 GB
 # make peers      the tests that run the own code of LeRobot and VITRA
@@ -13,7 +14,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: test test-full lowest peers big demo grpo robot lint bench gpu format clean
+.PHONY: test test-full docs lowest peers big demo grpo robot lint bench gpu format clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -33,8 +34,17 @@ test: lint
 
 test-full: lint
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not soak and not big'
+	$(MAKE) docs
 	$(MAKE) big
 	$(MAKE) lowest
+
+.venv/installed-docs: .venv/installed
+	$(BIN)/pip install --quiet --editable '.[docs]'
+	touch $@
+
+# PATH: ruff formats the signatures. The variable turns off an advertisement of the theme.
+docs: .venv/installed-docs
+	PATH=$(CURDIR)/$(BIN):$$PATH NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 .venv-lowest/installed: pyproject.toml .ci/lowest.txt
 	$(PYTHON) -m venv .venv-lowest

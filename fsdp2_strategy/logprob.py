@@ -181,7 +181,7 @@ def linear_log_probs(
     shape: LogitShape | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Any:
-    """Compute log-probabilities of targets under a linear head, one chunk of rows at a time.
+    """Compute log-probabilities under a linear head, one chunk of rows at a time; collective only with ``group``.
 
     The head's parameters must be full tensors on this rank. While FSDP2 runs the head, they are. With ``group``, they
     are this rank's part of the vocabulary, and the call and its backward are collective over the group; all its ranks

@@ -39,7 +39,9 @@ from fsdp2_strategy.training import TrainingStrategy
 __all__ = ["FSDPV2Strategy", "FSDPadaptOptimizer", "ModelOptimPair", "ModelOrModelOptimPair", "is_mp_optimizer"]
 
 ModelOptimPair = tuple[nn.Module, Optimizer]
+"""A model with its optimizer, as trainers pass them to `FSDPV2Strategy.prepare`."""
 ModelOrModelOptimPair = nn.Module | ModelOptimPair
+"""A model for inference, or one with its optimizer."""
 
 T = TypeVar("T")
 
@@ -401,12 +403,13 @@ class FSDPV2Strategy(TrainingStrategy):
     def moving_average(
         self, model: nn.Module, model_ema: nn.Module | EMA, beta: float = 0.992, device: torch.device | str = "cpu"
     ) -> None:
-        """Update a moving average of a model's trainable parameters: average = beta x average + (1 - beta) x model.
+        """Update a moving average of a model's trainable parameters; collective unless all are sharded the same way.
+
+        "All" are the average and both models. The update is average = beta x average + (1 - beta) x model.
 
         Call this method after every ``optimizer_step``. It updates the average once per step: after a micro-batch
         without a step, it does nothing. If `optimizer_step` is not used for ``model``, every call updates the average.
-        The average is kept in fp32, and is saved in checkpoints of ``model``. The method is collective, unless the
-        average and both models are sharded the same way.
+        The average is kept in fp32, and is saved in checkpoints of ``model``.
 
         Args:
             model: the model that is trained.

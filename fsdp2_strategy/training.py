@@ -150,7 +150,7 @@ class TrainingStrategy:
         return ranks.current_device()
 
     def get_rank(self) -> int:
-        """Return this process's rank among the ranks that train."""
+        """Return this process's rank among the ranks that train; not collective."""
         return ranks.rank()
 
     @property
@@ -204,12 +204,12 @@ class TrainingStrategy:
 
     @staticmethod
     def is_rank_0() -> bool:
-        """Return whether this is rank 0; can be called on the class, too."""
+        """Return whether this is rank 0; not collective, and can be called on the class, too."""
         return ranks.is_rank_0()
 
     @staticmethod
     def print(*message: object) -> None:
-        """Write a message to standard output, on rank 0 only; can be called on the class, too."""
+        """Write a message to standard output, on rank 0 only; not collective, and can be called on the class, too."""
         if ranks.is_rank_0():
             sys.stdout.write(" ".join(map(str, message)) + "\n")
             sys.stdout.flush()
@@ -450,7 +450,7 @@ class TrainingStrategy:
         }
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
-        """Return the module that is sharded as the root, for a model or its wrapper; see `model.wrappers`."""
+        """Return the module that is sharded as the root, for a model or its wrapper; not collective."""
         return unwrap_model(model)
 
     def create_optimizer(
@@ -693,7 +693,7 @@ class TrainingStrategy:
     ) -> str:
         """Save a model with its optimizer, schedule and random state, then delete surplus checkpoints; collective.
 
-        Errors, and arguments that are not listed here, are those of `save_checkpoint`; the result is its path as a str.
+        Errors are those of `save_checkpoint`; the result is its path as a str.
 
         Args:
             model: a prepared model, or its wrapper.
@@ -704,6 +704,8 @@ class TrainingStrategy:
             scheduler: by default the one that was created for that optimizer or stepped with it.
             ema: the averages to save, or the ``model_ema`` that was passed to `moving_average`; by default the averages
                 that were last used with this model.
+            max_mem, client_state, save_latest, dataloader, tokenizer, protect, metric, higher_is_better, async_save,
+                only_trainable, meta, layout: as for `save_checkpoint`.
         """
         state = self._state_of(model)
         if state.accumulation.is_pending:
@@ -744,7 +746,7 @@ class TrainingStrategy:
 
     @collective
     def wait_for_checkpoint(self) -> None:
-        """Wait until no asynchronous save is in flight; call this on every rank, so that all of them raise its error.
+        """Wait until no asynchronous save is in flight; collective, so that all ranks raise its error.
 
         Raises:
             CheckpointError: on every rank, if the save has failed. The error is raised only once.
@@ -774,7 +776,7 @@ class TrainingStrategy:
     ) -> tuple[str | None, dict[str, Any]]:
         """Load the newest checkpoint of a directory, or the one named by ``tag``, or a single checkpoint; collective.
 
-        All arguments that are not listed here, and the errors, are those of `load_checkpoint`.
+        Errors are those of `load_checkpoint`.
 
         Args:
             model: a prepared model, or its wrapper.
@@ -791,6 +793,7 @@ class TrainingStrategy:
             load_module: load the model's parameters and buffers; if false, load all other state only.
             load_module_only: load the model only; the same as ``load_optimizer_states=False,
                 load_lr_scheduler_states=False``.
+            tag, dataloader, load_data_position, verify, fallback, trust: as for `load_checkpoint`.
 
         Returns:
             The directory that was loaded, and its client state; (None, {}) if there is no checkpoint.

@@ -50,6 +50,7 @@ class Later(Enum):
 
 
 LATER = Later.LATER
+"""Pass this as ``dataloader`` to a load if a later load restores the data position, for which no loader exists yet."""
 
 
 @dataclass(frozen=True, kw_only=True)

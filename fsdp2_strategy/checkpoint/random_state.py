@@ -72,7 +72,7 @@ def derive_seed(*numbers: int) -> int:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the generators of Python, NumPy and torch; torch's on every device that this process can use."""
+    """Seed the generators of Python, NumPy and torch on all devices that this process can use; not collective."""
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002
     torch.manual_seed(seed)

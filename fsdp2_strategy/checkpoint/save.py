@@ -366,7 +366,7 @@ def wait_for_save() -> None:
 
 
 def end_saving() -> None:
-    """Wait for saves and deletions, and release this process's directory locks; call it on every rank.
+    """Wait for saves and deletions, and release this process's locks; not collective, but call it on every rank.
 
     Raises:
         CheckpointError: see `wait_for_save`.

@@ -21,7 +21,7 @@ _PATH = "a checkpoint, or a directory of checkpoints"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command of the command line.
+    """Run one command of the command line; not collective.
 
     Args:
         arguments: the arguments after the program's name; by default those of this process.

@@ -18,6 +18,7 @@ from fsdp2_strategy.config.aliases import read_mapping, resolve_aliases, split_a
 from fsdp2_strategy.errors import ConfigError, did_you_mean
 
 GradSync = Literal["defer_all_reduce", "last", "every"]
+"""How micro-batches communicate gradients: the field ``grad_sync`` of `StrategyConfig`."""
 SyncBuffers = Literal["broadcast", "mean", "off"]
 AccumulationRule = Literal["auto", "optimizer_step", "backward", "caller"]
 LossReduction = Literal["mean", "sum"]
@@ -28,7 +29,9 @@ _CHOICES: dict[str, Any] = {
     "sync_buffers": SyncBuffers,
 }
 MixedData = Literal["root", "dummy", "replicate"]
+"""How to train if only some ranks have images in a batch: the field ``mixed_mm_data`` of `StrategyConfig`."""
 ShardSize = int | Literal["auto"]
+"""Number of ranks that a parameter is split over: the field ``shard_size`` of `StrategyConfig`."""
 
 
 @dataclass(frozen=True, kw_only=True)

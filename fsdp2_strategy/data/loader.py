@@ -375,10 +375,10 @@ class ResumableLoader:
         return order_of
 
     def skip(self, samples: Iterable[int]) -> None:
-        """Leave samples out from now on, in this epoch and all later ones.
+        """Leave samples out from now on; collective unless ``dp_rank`` and ``dp_size`` were given.
 
-        Collective, unless ``dp_rank`` and ``dp_size`` were given. Batches stay full: the samples that follow in the
-        order move up. The skipped samples are part of the state. All ranks must have received the same number of
+        They are left out in this epoch and all later ones. Batches stay full: the samples that follow in the order move
+        up. The skipped samples are part of the state. All ranks must have received the same number of
         batches. If one rank failed to fetch its part, the others are one batch ahead: load a checkpoint first.
 
         Raises:

@@ -42,6 +42,6 @@ def show_log(level: int | str | None = None) -> None:
 
 
 def log(message: str, *args: object, level: int = logging.INFO) -> None:
-    """Log on rank 0 only; before the process group exists, torchrun's ``RANK`` determines the rank."""
+    """Log on rank 0 only, before the process group exists by torchrun's ``RANK``; not collective."""
     if is_rank_0() and (dist.is_initialized() or os.environ.get("RANK", "0") == "0"):
         logger.log(level, message, *args)

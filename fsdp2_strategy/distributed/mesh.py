@@ -247,7 +247,7 @@ def divisors_of(size: int) -> list[int]:
 
 
 def auto_shard_size(parameter_count: int, *, is_training: bool, world_size: int) -> int:
-    """Return a shard size for a model of this size, by thresholds that are common in RLHF trainers.
+    """Return a shard size for a model of this size, by thresholds common in RLHF trainers; not collective.
 
     In training, a model is sharded over all ranks (-1). In inference, a model of less than 10 billion parameters is
     replicated. A model of less than 80 billion is sharded over n ranks, where n is the largest divisor of the world

@@ -58,10 +58,9 @@ class EMA:
 
     @torch.no_grad()
     def update(self, model: nn.Module, decay: float | None = None) -> None:
-        """Update the averages with the model's current parameters.
+        """Update the averages with a model's parameters; collective unless it is sharded like the averages.
 
-        Not collective if the model is sharded like the averages. Otherwise collective: parameters are gathered one by
-        one.
+        If it is sharded otherwise, parameters are gathered one by one.
 
         Args:
             model: the averaged model, or a model with the same parameter names and shapes.
@@ -81,10 +80,10 @@ class EMA:
 
     @contextmanager
     def swapped_in(self, model: nn.Module) -> Iterator[nn.Module]:
-        """Copy the averages into the model's parameters for a ``with`` block, then restore the parameters bitwise.
+        """Copy the averages into a model for a ``with`` block; collective unless it is sharded like the averages.
 
-        Not collective if the model is sharded like the averages. Otherwise collective: averages are gathered one by
-        one. In the block you can evaluate and export the model, but must not step its optimizer.
+        At the end of the block, the parameters are restored bitwise. If the model is sharded otherwise, averages are
+        gathered one by one. In the block you can evaluate and export the model, but must not step its optimizer.
 
         Raises:
             ShardError: the model lacks an averaged parameter, or has it in another shape.
@@ -103,10 +102,10 @@ class EMA:
                     values_of(parameter).copy_(own[name])
 
     def copy_to(self, model: nn.Module) -> None:
-        """Copy the averages into a model's parameters, and then the parameters into their fp32 master weights, if any.
+        """Copy the averages into a model and its master weights; collective unless it is sharded like the averages.
 
-        Not collective if the model is sharded like the averages. Otherwise collective: averages are gathered one by
-        one.
+        If it is sharded otherwise, averages are gathered one by one. The master weights are the fp32 copies of
+        half-precision parameters, if the optimizer has some.
 
         Raises:
             ShardError: the model lacks an averaged parameter, or has it in another shape.

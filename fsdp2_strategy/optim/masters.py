@@ -130,7 +130,7 @@ class FSDPadaptOptimizer(Optimizer):
 
 
 def is_mp_optimizer(optim: object) -> bool:
-    """Return whether an optimizer keeps fp32 master weights (`FSDPadaptOptimizer`)."""
+    """Return whether an optimizer keeps fp32 master weights (`FSDPadaptOptimizer`); not collective."""
     return isinstance(optim, FSDPadaptOptimizer)
 
 

@@ -21,8 +21,6 @@ from fsdp2_strategy.model.names import clean
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.sharding.known_policies import policy_of
 
-# Classes of blocks that some models do not list in `_no_split_modules`. RLHF trainers extend this list in place.
-# "Embedding" is in it for compatibility and has no effect: `vocabulary_modules` finds embeddings.
 manual_transformer_cls_names_to_wrap = [
     "Embedding",
     "Qwen2VLDecoderLayer",
@@ -33,6 +31,10 @@ manual_transformer_cls_names_to_wrap = [
     "LlamaDecoderLayer",
     "DeepseekDecoderLayer",
 ]
+"""Class names of blocks that some models do not list in ``_no_split_modules``. RLHF trainers extend this list in place.
+
+"Embedding" is in it for compatibility and has no effect: embeddings are found by other means.
+"""
 
 # Modules that use the parameters of their children, but never call the forward of the children.
 _CHILDREN_NOT_CALLED = (nn.MultiheadAttention, nn.RNNBase)

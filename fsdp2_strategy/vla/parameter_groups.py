@@ -18,6 +18,7 @@ from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.model.wrappers import unwrap_model
 
 GROUPS = ("backbone_decay", "backbone_no_decay", "other_decay", "other_no_decay")
+"""Names of the four parameter groups of a vision-language-action model, in order: see `vla_parameter_groups`."""
 
 
 def vla_parameter_groups(

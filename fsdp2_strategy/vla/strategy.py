@@ -413,7 +413,7 @@ class VLAFSDPStrategy(TrainingStrategy):
         return finished
 
     def forward_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of the model's forward for a batch; override it for other models.
+        """Return the arguments of the model's forward for a batch; not collective; override it for other models.
 
         Keys that are parameters of the forward keep their names. Otherwise ``pixel_values`` is passed as ``rgb``, and
         ``actions`` as ``action_labels``; VITRA's other inputs keep their names, and other keys are dropped.
@@ -450,9 +450,9 @@ class VLAFSDPStrategy(TrainingStrategy):
 
     @collective
     def clip_grad_norm(self, model: nn.Module | None = None, max_norm: float | None = None) -> float:
-        """Clip the gradients to ``max_norm`` (by default ``max_grad_norm``), and return the norm before clipping.
+        """Clip the gradients to ``max_norm`` (default: ``max_grad_norm``), and return their norm before; collective.
 
-        Collective. `run_training` clips in each step without this call.
+        `run_training` clips in each step without this call.
         """
         return super().clip_grad_norm(self.vla if model is None else model, max_norm)
 

@@ -125,13 +125,13 @@ class Accelerator:
 
     @contextlib.contextmanager
     def accumulate(self, _policy: nn.Module) -> Iterator[None]:
-        """Count a micro-batch; ``sync_gradients`` is True in the last one of an optimizer step."""
+        """Count a micro-batch, and set ``sync_gradients`` in the last one of an optimizer step; not collective."""
         self._micro_batches += 1
         self.sync_gradients = self._micro_batches % self.strategy.accumulated_gradient == 0
         yield
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Compute in the half-precision dtype where torch's autocast does."""
+        """Compute in the half-precision dtype where torch's autocast does; not collective."""
         config = self.strategy.config
         dtype = torch.float16 if config.fp16 else torch.bfloat16
         return torch.autocast(self.device.type, dtype, enabled=config.bf16 or config.fp16)

@@ -66,7 +66,7 @@ def save_checkpoint(
 
 
 def resume_before_prepare(cfg: Any) -> int:
-    """Return the number of micro-batches that a checkpoint's run has trained on."""
+    """Return the number of micro-batches that a checkpoint's run has trained on; not collective."""
     recorded = json.loads((cfg.checkpoint_path / TRAINING_STATE / TRAINING_STEP).read_text())
     return int(recorded["step"])
 

@@ -68,7 +68,7 @@ def get_strategy(args: object = None, *, trust_checkpoints: bool = False, **sett
 
 
 def is_engine(model: object) -> bool:
-    """Return whether an object is an inference engine and not a model."""
+    """Return whether an object is an inference engine and not a model; not collective."""
     return hasattr(model, "wake_up")
 
 
@@ -160,7 +160,7 @@ class LightRFTStrategy(FSDPV2Strategy):
         super().backward(loss, model, optimizer, **keywords)
 
     def moving_average(self, *arguments: Any, **keywords: Any) -> None:
-        """Average a model's parameters into a second model; see `FSDPV2Strategy.moving_average`."""
+        """Average a model's parameters into a second model; collective unless all are sharded the same way."""
         super().moving_average(*arguments, **keywords)
         self.time_steps["ema"] += 1
 

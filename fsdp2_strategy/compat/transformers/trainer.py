@@ -195,7 +195,7 @@ class FSDP2Trainer(Trainer):
         return super()._finalize_training(*args)  # type: ignore[no-untyped-call]
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise: trials would each need a new model.
+        """Raise, because trials would each need a new model; not collective.
 
         Raises:
             ConfigError: always.

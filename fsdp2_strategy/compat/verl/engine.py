@@ -30,7 +30,7 @@ from fsdp2_strategy.strategy import FSDPV2Strategy
 class StrategyEngine(verl.FSDPEngineWithLMHead):  # type: ignore[misc]
     """verl's engine of language models, on a `FSDPV2Strategy`; verl's registry constructs it on every rank.
 
-    The arguments are verl's. All methods are collective, except for those that ask for ranks and sizes, and `to`.
+    The arguments are verl's. Methods that ask for ranks and sizes are not collective.
 
     Raises:
         ConfigError: the configuration requests what this package lacks; the message names it.
@@ -52,7 +52,7 @@ class StrategyEngine(verl.FSDPEngineWithLMHead):  # type: ignore[misc]
     # --- model and optimizer -----------------------------------------------------------------------------------------
 
     def initialize(self) -> None:
-        """Build the model on the meta device, shard it, read each rank's weights, and build optimizer and schedule."""
+        """Build the model on meta, shard it, read this rank's weights, build optimizer and schedule; collective."""
         self.strategy.set_seed(self.engine_config.seed)  # the same adapters on every rank
         with self.strategy.init_model_context(meta_init=True):
             module = self._build_module()
@@ -90,11 +90,11 @@ class StrategyEngine(verl.FSDPEngineWithLMHead):  # type: ignore[misc]
     # --- offloading --------------------------------------------------------------------------------------------------
 
     def train_mode(self, **kwargs: Any) -> AbstractContextManager[None]:
-        """Return a context in which the model trains; parameters and optimizer are on the device inside it."""
+        """Return a context with model and optimizer on the device, in which the model trains; not collective."""
         return self._mode("train", **kwargs)
 
     def eval_mode(self, **kwargs: Any) -> AbstractContextManager[None]:
-        """Return a context in which the model infers; its parameters are on the device inside it."""
+        """Return a context with the model on the device, in which the model infers; not collective."""
         return self._mode("eval", **kwargs)
 
     @contextmanager
@@ -120,7 +120,7 @@ class StrategyEngine(verl.FSDPEngineWithLMHead):  # type: ignore[misc]
             self.mode = None
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
-        """Move the model with its gradients, and the optimizer, to "cpu" or to verl's device.
+        """Move the model with its gradients, and the optimizer, to "cpu" or to verl's device; not collective.
 
         If verl's device is the CPU, nothing is offloaded, and what was offloaded is loaded again.
         """
@@ -139,7 +139,7 @@ class StrategyEngine(verl.FSDPEngineWithLMHead):  # type: ignore[misc]
     # --- steps -------------------------------------------------------------------------------------------------------
 
     def forward_backward_batch(self, data: Any, loss_function: Callable[..., Any], forward_only: bool = False) -> Any:
-        """Run all micro-batches of a batch, which verl splits by numbers of tokens or samples.
+        """Run all micro-batches of a batch, which verl splits by tokens or samples; collective.
 
         Returns:
             A dict of verl's: the outputs of the model in the order of the batch, and losses and metrics by micro-batch.
@@ -163,12 +163,12 @@ class StrategyEngine(verl.FSDPEngineWithLMHead):  # type: ignore[misc]
         return verl.postprocess_batch_func(output_lst=outputs, indices=indices, data=data)
 
     def optimizer_zero_grad(self) -> None:
-        """Clear the gradients, and forget the micro-batches that computed them."""
+        """Clear the gradients, and forget the micro-batches that computed them; not collective."""
         clear_gradients(self.module)
         accumulation_of(self.module).reset()
 
     def optimizer_step(self) -> float | None:
-        """Clip the gradients and step, or skip the step on all ranks if their norm is not finite; return the norm."""
+        """Clip the gradients and step, or skip if their norm is not finite, and return the norm; collective."""
         return self.strategy.optimizer_step(self.optimizer, self.module).grad_norm
 
     # --- weights and checkpoints -------------------------------------------------------------------------------------
@@ -176,11 +176,12 @@ class StrategyEngine(verl.FSDPEngineWithLMHead):  # type: ignore[misc]
     def get_per_tensor_param(
         self, layered_summon: bool = False, base_sync_done: bool = False, **kwargs: Any
     ) -> tuple[Iterator[tuple[str, torch.Tensor]], dict[str, Any] | None]:
-        """Return a generator of names and full tensors in the compute dtype, and the configuration of the adapter.
+        """Return a generator of names and full tensors, and the adapter's configuration; collective as it is iterated.
 
-        A model without adapters, or with ``model.lora.merge``, yields its weights under Hugging Face names, and the
-        configuration is None. Otherwise ``base_sync_done`` yields the adapter under peft's names; without it, the base
-        model's weights under vLLM's names. ``layered_summon`` has no effect: the model is never gathered as a whole.
+        The tensors have the compute dtype. A model without adapters, or with ``model.lora.merge``, yields its weights
+        under Hugging Face names, and the configuration is None. Otherwise ``base_sync_done`` yields the adapter
+        under peft's names; without it, the base model's weights under vLLM's names. ``layered_summon`` has no effect:
+        the model is never gathered as a whole.
         """
         dtype = settings.param_dtype(self.engine_config)
         config = getattr(self.module, "peft_config", {}).get("default")
@@ -192,7 +193,7 @@ class StrategyEngine(verl.FSDPEngineWithLMHead):  # type: ignore[misc]
         return ((verl.replace_lora_wrapper(name, config), tensor) for name, tensor in base), config.to_dict()
 
     def get_per_tensor_param_shard(self, **kwargs: Any) -> Any:
-        """Raise: a stream yields full tensors only.
+        """Raise, because a stream yields full tensors only; not collective.
 
         Raises:
             ConfigError: always.
@@ -209,13 +210,13 @@ class StrategyEngine(verl.FSDPEngineWithLMHead):  # type: ignore[misc]
         max_ckpt_to_keep: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Save ``save_contents`` in exactly ``local_path``, then delete this engine's older checkpoints."""
+        """Save ``save_contents`` in exactly ``local_path``, delete this engine's older checkpoints; collective."""
         path = checkpoints.local_path(local_path, hdfs_path, kwargs)
         checkpoints.save(self, path, step=global_step, max_num=max_ckpt_to_keep)
 
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True, **kwargs: Any
     ) -> None:
-        """Load ``load_contents`` from ``local_path``, which is never deleted; None loads nothing."""
+        """Load ``load_contents`` from ``local_path``, which is never deleted; None loads nothing; collective."""
         if local_path is not None:
             checkpoints.load(self, checkpoints.local_path(local_path, hdfs_path, kwargs))
