@@ -24,9 +24,12 @@ SCRIPTS = ROOT / "benchmarks"
 NEEDS = {"lerobot": ("av", "pyarrow"), "trainer": ("accelerate",)}
 DRAWN = {"checkpoint", "grpo_bytes", "logprob", "rollout", "scale", "stall", "step", "weights"}
 BENCHMARKS = sorted(
-    {path.stem for path in SCRIPTS.glob("*.py")} - {"bare", "harness"} - {"gpu", "gpu_measuring", "gpu_parts"}
+    {path.stem for path in SCRIPTS.glob("*.py")}
+    - {"bare", "harness", "pictures"}
+    - {"gpu", "gpu_measuring", "gpu_parts"}
 )
-"""All scripts but the two modules that they share, and gpu.py and its modules, which have a test file of their own."""
+"""All scripts but the two modules that they share, gpu.py and its modules, which have a test file of their own, and the
+script that draws recorded results."""
 
 
 def in_the_repository() -> dict[Path, int]:
@@ -151,3 +154,11 @@ def test_bare_files_hold_the_bytes_of_their_rank(tmp_path):
             bare.read(bare.calls_of(back), tmp_path)
     finally:
         bare.CALL_BYTES, bare.CALL_BUFFERS = original
+
+
+def test_the_pictures_of_the_readme_are_drawn_from_the_recorded_results(tmp_path):
+    pytest.importorskip("matplotlib")
+    command = [sys.executable, str(SCRIPTS / "pictures.py"), "--out", str(tmp_path)]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["memory.png", "save_load.png"]
+    assert all((ROOT / "docs" / "images" / path.name).exists() for path in tmp_path.glob("*.png"))
