@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from flow_vla import CAMERA, CHUNK, FlowBlock, FlowVLA, Processor, make_backbone
+from options import make_parser, parse
 from table import ACTION, FPS, LIMIT, SIZE, STATE, Tables, demonstrate
 
 from fsdp2_strategy import StrategyConfig, init_on_meta
@@ -201,22 +202,22 @@ def report(strategy: VLAFSDPStrategy, run_dir: Path, evaluation: dict[str, float
 
 
 def arguments(command_line: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     add = parser.add_argument
-    add("--run-dir", type=Path, default=Path("runs/vla"))
+    add("--run-dir", type=Path, default=Path("runs/vla"), help="folder of logs, data, checkpoints and the policy")
     add("--episodes", type=int, default=500, help="number of demonstrations, which are written once")
-    add("--steps", type=int, default=2500)
+    add("--steps", type=int, default=2500, help="number of optimizer steps")
     add("--batch-size", type=int, default=64, help="samples of a step over all ranks")
-    add("--backbone-learning-rate", type=float, default=2e-3)
-    add("--action-model-learning-rate", type=float, default=2e-3)
-    add("--save-interval", type=int, default=100)
-    add("--eval-interval", type=int, default=250)
+    add("--backbone-learning-rate", type=float, default=2e-3, help="peak for the vision-language model")
+    add("--action-model-learning-rate", type=float, default=2e-3, help="peak for the action head")
+    add("--save-interval", type=int, default=100, help="steps between checkpoints")
+    add("--eval-interval", type=int, default=250, help="steps between evaluations in the simulator")
     add("--eval-episodes", type=int, default=128, help="tables of an evaluation, over all ranks")
     add("--distractors", action=argparse.BooleanOptionalAction, default=True, help="put other objects on the tables")
     add("--freeze-backbone", action="store_true", help="train and save only the action model")
-    add("--bf16", action=argparse.BooleanOptionalAction, default=False)
-    add("--seed", type=int, default=42)
-    return parser.parse_args(command_line)
+    add("--bf16", action=argparse.BooleanOptionalAction, default=False, help="compute in bf16, with fp32 masters")
+    add("--seed", type=int, default=42, help="seed of the model, the order of samples and the tables")
+    return parse(parser, command_line)
 
 
 if __name__ == "__main__":
