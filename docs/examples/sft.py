@@ -106,18 +106,18 @@ def tokenize(messages: list[dict], tokenizer: transformers.PreTrainedTokenizerBa
 
 
 def pack(documents: Sequence[Document], length: int) -> list[Row]:
-    """Put documents into as few sequences as a greedy rule finds: the longest first, each where most room is left."""
+    """Put documents into few sequences: the longest first, each where the most tokens are left."""
     rows: list[Row] = []
-    room: list[tuple[int, int]] = []  # a heap of (-tokens left, index of the row)
+    heap: list[tuple[int, int]] = []  # (-tokens left, index of the row)
     for document in sorted(documents, key=lambda document: -len(document[0])):
         size = len(document[0])
-        if room and -room[0][0] >= size:
-            left, index = heapq.heappop(room)
+        if heap and -heap[0][0] >= size:
+            left, index = heapq.heappop(heap)
         else:
             left, index = -length, len(rows)
             rows.append([])
         rows[index].append(document)
-        heapq.heappush(room, (left + size, index))
+        heapq.heappush(heap, (left + size, index))
     return rows
 
 
