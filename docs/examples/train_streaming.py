@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from options import make_parser
 from options import parse as parse_options
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import interpolate
 
@@ -43,6 +44,7 @@ from fsdp2_strategy.vla.throughput import Rates, Throughput
 
 SIZE, PATCH = 96, 16  # of the images that the policy gets, and of the patch that becomes one token
 WIDTH, HEADS, LAYERS = 128, 4, 4
+LARGEST_DIFFERENCE = 0.1  # of scaled actions; with bf16, the sharded policy computes in bf16
 STATE, ACTION, CAMERA = "observation.state", "action", "observation.images.top"  # CAMERA: only in generated data
 
 Batch = dict[str, Any]
@@ -294,7 +296,30 @@ def train(strategy: FSDPV2Strategy, args: argparse.Namespace, plan: Plan, journa
     if preempted and strategy.global_step(policy) < args.steps:
         return 128 + signal.SIGTERM
     strategy.save_model(policy, output_dir=args.output_dir / "policy")
+    check_export(strategy, policy, task, args.output_dir / "policy")
     return 0
+
+
+@torch.no_grad()
+def check_export(strategy: FSDPV2Strategy, policy: nn.Module, task: Task, folder: Path) -> None:
+    """Load the exported weights into a new policy on rank 0, and compare its actions; collective."""
+    random = torch.Generator().manual_seed(0)
+    images = [torch.rand(1, 3, SIZE, SIZE, generator=random) for _ in task.cameras]
+    state = torch.rand(1, task.state_size, generator=random)
+    on_device = [image.to(strategy.device) for image in images], state.to(strategy.device)
+    expected = policy.eval()(*on_device).float().cpu()
+    with all_or_none("check the export", DataError):
+        if strategy.is_rank_0():
+            exported = task.policy().eval()
+            weights = [load_file(file) for file in folder.glob("*.safetensors")]
+            exported.load_state_dict({name: tensor for part in weights for name, tensor in part.items()})
+            difference = (exported(images, state) - expected).abs().max().item()
+            if not difference <= LARGEST_DIFFERENCE:
+                raise DataError(
+                    f"the export is another policy: actions of {folder} differ by {difference:.3g} from those of the "
+                    f"trained policy, expected at most {LARGEST_DIFFERENCE}."
+                )
+            log("exported to %s: its actions differ by %.1e from those of the trained policy", folder, difference)
 
 
 def where_to_resume(own: Path, resume_from: Path | None) -> Path:

@@ -35,6 +35,7 @@ from fsdp2_strategy.lerobot import LeRobotDataset
 from fsdp2_strategy.lerobot.generate import DatasetWriter
 from fsdp2_strategy.vla import VLAFSDPStrategy, VLAMetrics, save_policy
 
+LARGEST_DIFFERENCE = 0.1  # of normalised actions; with --bf16, the sharded policy computes in bf16
 UNSEEN = 1_000_000  # the first seed of tables without demonstrations
 
 
@@ -145,7 +146,33 @@ def train(args: argparse.Namespace) -> int:
             if not learn(strategy, args, loader, processor):
                 return 128 + signal.SIGTERM
         save_policy(vla, args.run_dir / "policy", preprocessor=processor)
+        check_policy(strategy, args.run_dir / "policy", processor)
     return 0
+
+
+def check_policy(strategy: VLAFSDPStrategy, folder: Path, processor: Processor) -> None:
+    """Open the saved policy on rank 0, and compare its actions with those of the sharded one; collective."""
+    tables = Tables([UNSEEN])
+    images = torch.from_numpy(tables.images()).permute(0, 3, 1, 2) / 255
+    observation = {CAMERA: images, "observation.state": torch.from_numpy(tables.state), "task": tables.instructions}
+    batch = processor(observation)
+
+    def actions_of(policy: FlowVLA) -> torch.Tensor:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)  # of the noise that the flow starts from
+            return policy.eval().predict_action_chunk(batch).float().cpu()
+
+    expected = actions_of(strategy.vla)
+    with all_or_none("check the policy", DataError):
+        if strategy.is_rank_0():
+            difference = (actions_of(FlowVLA.from_pretrained(folder)) - expected).abs().max().item()
+            if not difference <= LARGEST_DIFFERENCE:
+                raise DataError(
+                    f"the saved policy is another one: actions of {folder} differ by {difference:.3g} from those of "
+                    f"the trained policy, expected at most {LARGEST_DIFFERENCE}."
+                )
+            text = "from_pretrained opens it, and its normalised actions differ by at most"
+            print(f"saved to {folder}: {text} {difference:.1e} from the trained policy's", flush=True)
 
 
 def strategy_for(vla: FlowVLA, args: argparse.Namespace) -> VLAFSDPStrategy:
