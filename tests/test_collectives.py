@@ -1,4 +1,4 @@
-"""A step communicates exactly what a hand-written fully_shard loop does."""
+"""A step communicates exactly what a hand-written fully_shard loop does, and ranks agree."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from helpers.reference import CountCollectives
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
+from fsdp2_strategy import FSDPV2Strategy, StepError, StrategyConfig, all_or_none
 
 
 def hand_written(model, mesh):
@@ -53,3 +53,16 @@ def test_a_step_has_the_collectives_of_a_hand_written_loop(name):
         assert counted.counts["allgather_base"] > 0
         assert counted.counts["reduce_scatter_base"] > 0
         assert result.grad_norm == pytest.approx(expected_norm, rel=1e-5)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_agree_while_one_of_them_has_another_default_dtype():
+    """As while a thread of that rank builds a model with ``from_pretrained``, and another one saves."""
+    if dist.get_rank() == 0:
+        torch.set_default_dtype(torch.bfloat16)
+    try:
+        with pytest.raises(StepError, match="cannot try: failed on rank 1"), all_or_none("try", StepError):
+            if dist.get_rank() == 1:
+                raise ValueError
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -7,7 +7,6 @@ torchrun restarts both. The demo fails unless all losses of the second run are b
 plots both in runs/demo/demo_loss.png, loads the second run's export with plain transformers, and generates text.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -18,6 +17,7 @@ import time
 from pathlib import Path
 
 import yaml
+from options import make_parser
 
 EXAMPLES = Path(__file__).parent
 RUNS = Path("runs/demo")
@@ -102,10 +102,12 @@ def continue_text(export: Path, prompt: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, default=EXAMPLES / "train_text.yaml")
-    parser.add_argument("--runs", type=Path, default=RUNS)
-    parser.add_argument("--picture", type=Path, help="by default demo_loss.png in the folder of --runs")
+    parser = make_parser(__doc__)
+    parser.add_argument("--config", type=Path, default=EXAMPLES / "train_text.yaml", help="as for train_text.py")
+    parser.add_argument("--runs", type=Path, default=RUNS, help="folder of both runs")
+    parser.add_argument(
+        "--picture", type=Path, help="file of the figure; by default demo_loss.png in the folder of --runs"
+    )
     args = parser.parse_args()
     args.picture = args.picture or args.runs / "demo_loss.png"
     shutil.rmtree(args.runs, ignore_errors=True)

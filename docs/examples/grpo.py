@@ -1,4 +1,4 @@
-"""Train with GRPO on a verifiable reward, and check that a killed run resumes with the same results.
+r"""Train with GRPO on a verifiable reward, and check that a killed run resumes with the same results.
 
     python docs/examples/grpo.py
 
@@ -12,7 +12,14 @@ trainer's in each step, and weigh the tokens in the loss. To run only the traine
 
 The problems and the sampled answers of a step are a function of (seed, step, data parallel rank). The task is in
 arithmetic.py. With `--sequence-parallel-size 2`, two ranks share each sequence: they draw the same problems and
-answers, and each computes a part of the tokens.
+answers, and each computes a part of the tokens. With `--tensor-parallel-size 2`, two ranks share each layer.
+
+For a language model of your own, pass its folder, and questions with numbers as answers (questions.py). On 8 GPUs:
+
+    torchrun --standalone --nproc-per-node 8 docs/examples/grpo.py --train --run-dir runs/grpo-8b \
+        --config docs/examples/configs/grpo_8b.yaml --policy /models/Llama-3.1-8B-Instruct --data questions.jsonl
+
+Each run ends with a folder, export/, which the program opens with from_pretrained and compares with the trained actor.
 """
 
 import argparse
@@ -28,13 +35,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-import arithmetic as task
+import arithmetic
 import torch
-from arithmetic import Batch, log_probs_of, split
+from arithmetic import Batch, split
+from exported import check_export
+from options import make_parser, parse
+from questions import Questions
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from fsdp2_strategy import FSDPV2Strategy, ImportanceInputs, importance_inputs
+from fsdp2_strategy import FSDPV2Strategy, ImportanceInputs, StrategyConfig, importance_inputs
 
 EXAMPLES = Path(__file__).parent
 COMPARED = ("reward", "loss", "kl", "grad_norm", "tokens", "engine_difference")
@@ -48,10 +58,12 @@ def train(args: argparse.Namespace) -> int:
         args.run_dir.mkdir(parents=True, exist_ok=True)
         (args.run_dir / f"rank{strategy.get_rank()}.pid").write_text(str(os.getpid()))
         policy = args.policy or args.run_dir / "policy"
-        task.warm_start(strategy, policy, args.warm_start_steps)
+        if args.data is None:
+            arithmetic.warm_start(strategy, policy, args.warm_start_steps)
+        task = task_of(args)
 
         actor, optimizer, scheduler, reference, first = prepare(strategy, args, policy)
-        strategy.setup_inference_engine(args, engine_type="transformers", actor=actor)
+        strategy.setup_inference_engine(args, engine_type=args.engine, actor=actor)
         strategy.offload_model(reference)
         strategy.maybe_offload_optimizer(optimizer)
 
@@ -65,8 +77,8 @@ def train(args: argparse.Namespace) -> int:
             strategy.reload_model(reference)
             with torch.no_grad():
                 parts = list(split(batch, args.micro_train_batch_size))
-                batch["old_log_probs"] = torch.cat([log_probs_of(actor, part) for part in parts])
-                batch["reference_log_probs"] = torch.cat([log_probs_of(reference, part) for part in parts])
+                batch["old_log_probs"] = torch.cat([task.log_probs_of(actor, part) for part in parts])
+                batch["reference_log_probs"] = torch.cat([task.log_probs_of(reference, part) for part in parts])
             strategy.offload_model(reference)
             clock.lap("log_probs")
 
@@ -100,8 +112,20 @@ def train(args: argparse.Namespace) -> int:
                     print(json.dumps({"step": step + 1, **metrics}), file=log)
             if preempted:
                 return 128 + signal.SIGTERM
-        strategy.save_model(actor, output_dir=args.run_dir / "export")
+        tokenizer = None if args.data is None else task.tokenizer
+        strategy.save_model(actor, tokenizer, args.run_dir / "export")
+        check_export(actor, args.run_dir / "export", torch.arange(8)[None])
     return 0
+
+
+def task_of(args: argparse.Namespace) -> Any:
+    """Return what draws problems, samples answers and rewards them: the module arithmetic, or `Questions`."""
+    return (
+        arithmetic if args.data is None else _questions(args.data, args.policy, args.prompt_tokens, args.answer_tokens)
+    )
+
+
+_questions = functools.cache(Questions)
 
 
 def prepare(strategy: FSDPV2Strategy, args: argparse.Namespace, policy: Path) -> tuple[Any, Any, Any, Any, int]:
@@ -140,12 +164,12 @@ def rollout(strategy: FSDPV2Strategy, args: argparse.Namespace, step: int) -> Ba
 
     The result is the same on the ranks that share sequences.
     """
-    key = (args.seed, step, strategy.dp_rank)
-    random = torch.Generator().manual_seed(task.seed_of("problems", *key))
+    task, key = task_of(args), (args.seed, step, strategy.dp_rank)
+    random = torch.Generator().manual_seed(arithmetic.seed_of("problems", *key))
     problems = task.draw_problems(args.rollout_batch_size // strategy.dp_size, random)
     problems = [problem for problem in problems for _ in range(args.n_samples_per_prompt)]
     prompts = task.encode_prompts(problems).to(strategy.device)
-    batch = task.generate(strategy.inference_engine, prompts, task.seed_of("answers", *key))
+    batch = task.generate(strategy.inference_engine, prompts, arithmetic.seed_of("answers", *key))
     batch["rewards"] = task.rewards_of(batch, problems)
     batch["advantages"] = group_advantages(batch["rewards"], args.n_samples_per_prompt)
     return batch
@@ -166,12 +190,12 @@ def update(
     batch: Batch,
 ) -> dict[str, float]:
     """Take the optimizer steps of one rollout; all tokens of all answers of all ranks have the same weight."""
-    sums, differences, result = torch.zeros(3, dtype=torch.float64), [], None
+    task, sums, differences, result = task_of(args), torch.zeros(3, dtype=torch.float64), [], None
     for mini_batch in split(batch, args.train_batch_size // strategy.dp_size):
         tokens = strategy.all_reduce(int(mini_batch["answer_mask"].sum()), "sum") // strategy.tp_size
         for micro_batch in split(mini_batch, args.micro_train_batch_size):
             inputs = importance_inputs(
-                log_probs_of(actor, micro_batch),
+                task.log_probs_of(actor, micro_batch),
                 micro_batch["old_log_probs"],
                 micro_batch["engine_log_probs"],
                 micro_batch["answer_mask"],
@@ -235,6 +259,7 @@ def demonstrate(args: argparse.Namespace) -> None:
     options = ["--steps", str(args.steps), "--save-every", str(args.save_every), "--seed", str(args.seed)]
     options += ["--policy", str(args.run_dir / "policy")]
     options += ["--sequence-parallel-size", str(args.sequence_parallel_size)]
+    options += ["--tensor-parallel-size", str(args.tensor_parallel_size)]
 
     print(f"--- first run: uninterrupted, {compared} of {args.steps} steps ---", flush=True)
     if launch(uninterrupted, [*options, "--stop-at", str(compared)]).wait():
@@ -329,28 +354,44 @@ def plot(uninterrupted: list[dict], killed: list[dict], kill: int, picture: Path
 
 
 def arguments(command_line: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--train", action="store_true", help="run the trainer as one rank, under torchrun")
-    parser.add_argument("--run-dir", type=Path, default=Path("runs/grpo"))
-    parser.add_argument("--policy", type=Path, help="folder of the initial policy; trained if it does not exist")
-    parser.add_argument("--picture", type=Path, help="by default grpo.png in the run's directory")
-    parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--stop-at", type=int, help="stop after this step; the schedule still covers --steps")
-    parser.add_argument("--save-every", type=int, default=10)
-    parser.add_argument("--warm-start-steps", type=int, default=400)
-    parser.add_argument("--rollout-batch-size", type=int, default=64, help="problems per step, over all ranks")
-    parser.add_argument("--n-samples-per-prompt", type=int, default=8)
-    parser.add_argument("--train-batch-size", type=int, default=256, help="answers per optimizer step, over all ranks")
-    parser.add_argument("--micro-train-batch-size", type=int, default=64)
-    parser.add_argument("--sequence-parallel-size", type=int, default=1, help="ranks that share each sequence")
-    parser.add_argument("--bf16", action="store_true", help="compute in bf16, with fp32 masters")
-    parser.add_argument("--importance-cap", type=float, default=2.0, help="largest importance weight of a token")
-    parser.add_argument("--actor-learning-rate", type=float, default=1e-3)
-    parser.add_argument("--init-kl-coef", type=float, default=0.02)
+    parser = make_parser(__doc__)
+    add = parser.add_argument
+    add("--train", action="store_true", help="run the trainer as one rank, under torchrun")
+    add("--run-dir", type=Path, default=Path("runs/grpo"), help="folder of logs, checkpoints and the export")
+    add("--policy", type=Path, help="folder of the initial policy; without --data, trained if it does not exist")
+    add("--data", type=Path, help="questions, JSON lines; by default the policy learns to add two numbers")
+    add("--prompt-tokens", type=int, default=512, help="with --data: longer questions are left out")
+    add("--answer-tokens", type=int, default=512, help="with --data: maximum number of tokens of an answer")
+    add("--engine", choices=["transformers", "vllm"], default="transformers", help="inference engine in each process")
+    add("--engine-tp-size", type=int, default=1, help="ranks that share an engine of vLLM")
+    add("--engine-mem-util", type=float, default=0.5, help="share of the device's memory that vLLM uses")
+    add("--picture", type=Path, help="file of the figure; by default grpo.png in the run's directory")
+    add("--seed", type=int, default=42, help="seed of the problems, the answers and the initial policy")
+    add("--steps", type=int, default=80, help="number of rollouts")
+    add("--stop-at", type=int, help="stop after this step; the schedule still covers --steps")
+    add("--save-every", type=int, default=10, help="steps between checkpoints")
+    add("--warm-start-steps", type=int, default=400, help="supervised steps of the initial policy, without --data")
+    add("--rollout-batch-size", type=int, default=64, help="problems per step, over all ranks")
+    add("--n-samples-per-prompt", type=int, default=8, help="answers to each problem: a group")
+    add("--train-batch-size", type=int, default=256, help="answers per optimizer step, over all ranks")
+    add("--micro-train-batch-size", type=int, default=64, help="answers per forward pass of one rank")
+    add("--sequence-parallel-size", type=int, default=1, help="ranks that share each sequence")
+    add("--tensor-parallel-size", type=int, default=1, help="ranks that share each layer")
+    add("--bf16", action="store_true", help="compute in bf16, with fp32 masters")
+    add("--importance-cap", type=float, default=2.0, help="largest importance weight of a token")
+    add("--actor-learning-rate", type=float, default=1e-3, help="peak of the cosine schedule")
+    add("--init-kl-coef", type=float, default=0.02, help="weight of the KL to the initial policy in the loss")
     parser.set_defaults(adam_betas=(0.9, 0.99), lr_warmup_ratio=0.05, max_norm=1.0, eps_clip=0.2)
     parser.set_defaults(enable_engine_sleep=True)
-    return parser.parse_args(command_line)
+    args = parse(parser, command_line, also=StrategyConfig)
+    if args.data is not None and args.policy is None:
+        parser.error("--data needs a model and its tokenizer: pass their folder as --policy.")
+    if args.data is not None and not args.train:
+        parser.error("--data is for a run of your own: start it with torchrun and --train.")
+    if args.data is not None:  # vLLM opens the folder, too
+        args.pretrain = str(args.policy)
+        args.prompt_max_len, args.generate_max_len = args.prompt_tokens, args.answer_tokens
+    return args
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ import arithmetic as task
 import torch
 from arithmetic import PROMPT, Batch, log_probs_of, split
 from grpo import Clock, clipped_objective
+from options import make_parser
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
 
@@ -183,15 +184,16 @@ def clipped_value_loss(values: torch.Tensor, batch: Batch, value_clip: float) ->
 
 
 def arguments(command_line: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run-dir", type=Path, default=Path("runs/ppo"))
-    parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--warm-start-steps", type=int, default=400)
-    parser.add_argument("--reward-model-steps", type=int, default=150)
-    parser.add_argument("--rollout-batch-size", type=int, default=512, help="problems per step, over all ranks")
-    parser.add_argument("--train-batch-size", type=int, default=256, help="answers per optimizer step, over all ranks")
-    parser.add_argument("--micro-train-batch-size", type=int, default=128)
+    parser = make_parser(__doc__)
+    add = parser.add_argument
+    add("--run-dir", type=Path, default=Path("runs/ppo"), help="folder of logs and models")
+    add("--seed", type=int, default=42, help="seed of the problems, the answers and the models")
+    add("--steps", type=int, default=30, help="number of rollouts")
+    add("--warm-start-steps", type=int, default=400, help="supervised steps of the initial policy")
+    add("--reward-model-steps", type=int, default=150, help="supervised steps of the reward model")
+    add("--rollout-batch-size", type=int, default=512, help="problems per step, over all ranks")
+    add("--train-batch-size", type=int, default=256, help="answers per optimizer step, over all ranks")
+    add("--micro-train-batch-size", type=int, default=128, help="answers per forward pass of one rank")
     parser.set_defaults(
         actor_learning_rate=1e-3, critic_learning_rate=1e-3, lr_warmup_ratio=0.05, adam_betas=(0.9, 0.99)
     )

@@ -23,6 +23,7 @@ import arithmetic as task
 import grpo
 import ray
 import torch
+from options import make_parser
 from ray.exceptions import RayActorError, RayTaskError
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -309,16 +310,18 @@ def demonstrate(args: argparse.Namespace) -> None:
 
 
 def arguments(command_line: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run-dir", type=Path, default=Path("runs/ray_grpo"))
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--save-every", type=int, default=3)
-    parser.add_argument("--warm-start-steps", type=int, default=60)
-    parser.add_argument("--rollout-batch-size", type=int, default=16, help="problems per step, over all ranks")
-    parser.add_argument("--n-samples-per-prompt", type=int, default=8)
-    parser.add_argument("--train-batch-size", type=int, default=64, help="answers per optimizer step, over all ranks")
-    parser.add_argument("--micro-train-batch-size", type=int, default=32)
-    parser.add_argument("--num-gpus", type=float, default=0, help="accelerators of each trainer and each engine")
+    parser = make_parser(__doc__)
+    parser.epilog = "Other options are those of grpo.py."
+    add = parser.add_argument
+    add("--run-dir", type=Path, default=Path("runs/ray_grpo"), help="folder of logs and checkpoints")
+    add("--steps", type=int, default=12, help="number of rollouts")
+    add("--save-every", type=int, default=3, help="steps between checkpoints")
+    add("--warm-start-steps", type=int, default=60, help="supervised steps of the initial policy")
+    add("--rollout-batch-size", type=int, default=16, help="problems per step, over all ranks")
+    add("--n-samples-per-prompt", type=int, default=8, help="answers to each problem: a group")
+    add("--train-batch-size", type=int, default=64, help="answers per optimizer step, over all ranks")
+    add("--micro-train-batch-size", type=int, default=32, help="answers per forward pass of one rank")
+    add("--num-gpus", type=float, default=0, help="accelerators of each trainer and each engine")
     own, rest = parser.parse_known_args(command_line)
     args = grpo.arguments(rest)
     for name, value in vars(own).items():

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 from flow_vla import FlowVLA, Processor
+from options import make_parser
 from table import SIZE, Tables
 from train_vla import UNSEEN, drive
 
@@ -154,12 +155,13 @@ def animate(folder: Path, moving_picture: Path, options: Sequence[str], scale: i
 
 
 def arguments(command_line: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run-dir", type=Path, default=Path("runs/robot"))
-    parser.add_argument("--steps", type=int, default=2500)
-    parser.add_argument("--save-interval", type=int, default=100)
-    parser.add_argument("--picture", type=Path, help="by default robot.png in the run's directory")
-    parser.add_argument("--moving-picture", type=Path, help="by default robot.gif in the run's directory")
+    parser = make_parser(__doc__)
+    add = parser.add_argument
+    add("--run-dir", type=Path, default=Path("runs/robot"), help="folder of logs, checkpoints and the policy")
+    add("--steps", type=int, default=2500, help="number of optimizer steps")
+    add("--save-interval", type=int, default=100, help="steps between checkpoints")
+    add("--picture", type=Path, help="file of the figure; by default robot.png in the run's directory")
+    add("--moving-picture", type=Path, help="file of the animation; by default robot.gif in the run's directory")
     parser.epilog = "Other options are those of train_vla.py."
     return parser.parse_known_args(command_line)
 

@@ -25,6 +25,9 @@ from typing import Any, TextIO
 
 import numpy as np
 import torch
+from options import make_parser
+from options import parse as parse_options
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import interpolate
 
@@ -41,6 +44,7 @@ from fsdp2_strategy.vla.throughput import Rates, Throughput
 
 SIZE, PATCH = 96, 16  # of the images that the policy gets, and of the patch that becomes one token
 WIDTH, HEADS, LAYERS = 128, 4, 4
+LARGEST_DIFFERENCE = 0.1  # of scaled actions; with bf16, the sharded policy computes in bf16
 STATE, ACTION, CAMERA = "observation.state", "action", "observation.images.top"  # CAMERA: only in generated data
 
 Batch = dict[str, Any]
@@ -292,7 +296,30 @@ def train(strategy: FSDPV2Strategy, args: argparse.Namespace, plan: Plan, journa
     if preempted and strategy.global_step(policy) < args.steps:
         return 128 + signal.SIGTERM
     strategy.save_model(policy, output_dir=args.output_dir / "policy")
+    check_export(strategy, policy, task, args.output_dir / "policy")
     return 0
+
+
+@torch.no_grad()
+def check_export(strategy: FSDPV2Strategy, policy: nn.Module, task: Task, folder: Path) -> None:
+    """Load the exported weights into a new policy on rank 0, and compare its actions; collective."""
+    random = torch.Generator().manual_seed(0)
+    images = [torch.rand(1, 3, SIZE, SIZE, generator=random) for _ in task.cameras]
+    state = torch.rand(1, task.state_size, generator=random)
+    on_device = [image.to(strategy.device) for image in images], state.to(strategy.device)
+    expected = policy.eval()(*on_device).float().cpu()
+    with all_or_none("check the export", DataError):
+        if strategy.is_rank_0():
+            exported = task.policy().eval()
+            weights = [load_file(file) for file in folder.glob("*.safetensors")]
+            exported.load_state_dict({name: tensor for part in weights for name, tensor in part.items()})
+            difference = (exported(images, state) - expected).abs().max().item()
+            if not difference <= LARGEST_DIFFERENCE:
+                raise DataError(
+                    f"the export is another policy: actions of {folder} differ by {difference:.3g} from those of the "
+                    f"trained policy, expected at most {LARGEST_DIFFERENCE}."
+                )
+            log("exported to %s: its actions differ by %.1e from those of the trained policy", folder, difference)
 
 
 def where_to_resume(own: Path, resume_from: Path | None) -> Path:
@@ -316,15 +343,15 @@ def finish(strategy: FSDPV2Strategy, loader: ResumableLoader, meter: Throughput)
 
 
 def parse(arguments: Iterable[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--repo_id", help="data set of the Hub")
     add("--root", help="folder or URL of the data set; takes precedence over --repo_id")
     add("--generate", type=int, metavar="EPISODES", help="first write a data set with this many episodes to --root")
     add("--tolerance_s", type=float, default=1e-4, help="seconds by which a video frame may differ from its timestamp")
-    add("--output_dir", type=Path, default=Path("runs/streaming"))
+    add("--output_dir", type=Path, default=Path("runs/streaming"), help="folder of logs, checkpoints and the policy")
     add("--cache_dir", type=Path, help="folder for temporary files of a remote data set, on a local disk of each host")
-    add("--steps", type=int, default=200)
+    add("--steps", type=int, default=200, help="number of optimizer steps")
     add("--batch_size", type=int, default=16, help="samples of a step on one rank, at the first start")
     add("--num_workers", type=int, default=2, help="processes per rank that decode")
     add("--episode_pool_size", type=int, default=64, help="episodes that one rank mixes at a time")
@@ -335,16 +362,21 @@ def parse(arguments: Iterable[str] | None = None) -> argparse.Namespace:
     )
     add("--n_action_steps", type=int, default=16, help="actions that the policy predicts at once")
     add("--on_corrupt", choices=["raise", "skip"], default="raise", help="how to handle corrupt samples")
-    add("--lr", type=float, default=1e-4)
-    add("--seed", type=int, default=42)
-    add("--bf16", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
-    add("--save_freq", type=int, default=50)
-    add("--log_freq", type=int, default=10)
+    add("--lr", type=float, default=1e-4, help="peak of the cosine schedule")
+    add("--seed", type=int, default=42, help="seed of the policy and of the order of samples")
+    add(
+        "--bf16",
+        action=argparse.BooleanOptionalAction,
+        default=torch.cuda.is_available(),
+        help="compute in bf16, with fp32 masters",
+    )
+    add("--save_freq", type=int, default=50, help="steps between checkpoints")
+    add("--log_freq", type=int, default=10, help="steps between lines of the log")
     add("--log_ids", action="store_true", help="write the samples that each rank received to ids-START-RANK.jsonl")
     add("--resume_from", type=Path, help="checkpoint, or folder of checkpoints, for a run without its own")
     add("--dummy", action="store_true", help="only measure loading")
     add("--buffer_size", type=int, help="ignored: --episode_pool_size sets the number of episodes that are mixed")
-    args = parser.parse_args(arguments)
+    args = parse_options(parser, arguments)
     if args.repo_id is None and args.root is None:
         parser.error("the data set is missing: pass --repo_id or --root.")
     if args.generate and (args.root is None or "://" in args.root):

@@ -1,22 +1,26 @@
 """Train a byte-level Llama on local text, sharded over ranks; a killed run resumes from its last checkpoint.
 
-At the end it writes an export for plain transformers: ``AutoModelForCausalLM.from_pretrained("runs/text/export")``.
+At the end it writes an export for plain transformers, ``AutoModelForCausalLM.from_pretrained("runs/text/export")``, and
+compares it with the trained model.
 
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 docs/examples/train_text.py --run-dir runs/text
 
-The same command runs on GPUs. ``--text`` takes a file or a folder; the default is Python's standard library.
+The same command runs on GPUs; configs/pretrain_1b.yaml is a configuration for 8 of them. ``--text`` takes a file or a
+folder; the default is Python's standard library. ``--explain 8`` prints the sharding plan for 8 ranks.
 """
 
-import argparse
 import itertools
 import os
 import signal
 import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import transformers
-import yaml
+from exported import check_export
+from options import from_mapping, make_parser, print_plan, read_settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.utils.data import Dataset
 from tqdm import tqdm
@@ -24,6 +28,18 @@ from transformers import PreTrainedTokenizerFast
 
 from fsdp2_strategy import FSDPV2Strategy, Metrics, StrategyConfig
 from fsdp2_strategy.data import ResumableLoader
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """The section ``train`` of the configuration."""
+
+    steps: int
+    sequence_length: int
+    lr: float
+    weight_decay: float
+    warmup_ratio: float
+    save_every: int
 
 
 class Text(Dataset):
@@ -54,36 +70,32 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-def train(settings: dict, text: Path, run_dir: Path) -> int:
+def train(settings: dict, options: Training, text: Path, run_dir: Path) -> int:
     """Train, and return the exit status; a preempted run has a status other than 0, so that it is started again."""
-    options = settings["train"]
     with FSDPV2Strategy(config=StrategyConfig.from_mapping(settings["strategy"])) as strategy:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / f"rank{strategy.get_rank()}.pid").write_text(str(os.getpid()))
-        config = transformers.LlamaConfig(
-            vocab_size=256, bos_token_id=None, eos_token_id=None, pad_token_id=0, **settings["model"]
-        )
         with strategy.init_model_context(meta_init=True):  # no rank allocates the full model
-            model = transformers.LlamaForCausalLM(config).train()
+            model = transformers.LlamaForCausalLM(model_config(settings)).train()
         if not (run_dir / "losses.jsonl").exists():
             strategy.explain(model, is_training=True)
         model = strategy.prepare_model(model, is_training=True)
-        optimizer = strategy.create_optimizer(model, lr=options["lr"], weight_decay=options["weight_decay"])
+        optimizer = strategy.create_optimizer(model, lr=options.lr, weight_decay=options.weight_decay)
         scheduler = strategy.create_scheduler(
-            optimizer, "cosine", num_training_steps=options["steps"], warmup_ratio=options["warmup_ratio"]
+            optimizer, "cosine", num_training_steps=options.steps, warmup_ratio=options.warmup_ratio
         )
         strategy.set_seed(strategy.config.seed, per_rank=True)  # dropout differs between the ranks
-        data = Text(text, options["sequence_length"])
+        data = Text(text, options.sequence_length)
         loader = ResumableLoader(data, strategy.config.train_batch_size, seed=strategy.config.seed)
         resumed, _ = strategy.load_ckpt(model, run_dir / "checkpoints", dataloader=loader)
         if strategy.is_rank_0() and resumed:
             print(f"resumed from {resumed}", flush=True)
 
         start = strategy.global_step(model)
-        bar = tqdm(total=options["steps"], initial=start, unit="step", disable=not strategy.is_rank_0(), mininterval=1)
+        bar = tqdm(total=options.steps, initial=start, unit="step", disable=not strategy.is_rank_0(), mininterval=1)
         with Metrics("jsonl", run_id="losses", run_dir=run_dir, hparams=strategy.config) as metrics:
             for batch in itertools.chain.from_iterable(itertools.repeat(loader)):  # all epochs
-                if strategy.global_step(model) >= options["steps"]:
+                if strategy.global_step(model) >= options.steps:
                     break
                 for ids in batch.to(strategy.device).split(strategy.config.micro_train_batch_size):
                     loss = model(input_ids=ids, labels=ids).loss
@@ -93,7 +105,7 @@ def train(settings: dict, text: Path, run_dir: Path) -> int:
                 bar.update(result.stepped)
                 bar.set_postfix(loss=f"{result.loss:.3f}", norm=f"{result.grad_norm:.2f}", epoch=loader.epoch)
                 preempted = strategy.preempted()
-                if preempted or result.step % options["save_every"] == 0:
+                if preempted or result.step % options.save_every == 0:
                     strategy.save_ckpt(
                         model, run_dir / "checkpoints", max_num=2, max_mem=10, dataloader=loader, async_save=True
                     )
@@ -101,22 +113,38 @@ def train(settings: dict, text: Path, run_dir: Path) -> int:
                     return 128 + signal.SIGTERM
         bar.close()
         strategy.save_model(model, byte_tokenizer(), run_dir / "export", dtype=torch.bfloat16)
+        check_export(model, run_dir / "export", data[0][None])
     return 0
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, default=Path(__file__).with_suffix(".yaml"))
-    parser.add_argument("--text", type=Path, default=Path(sysconfig.get_paths()["stdlib"]))
-    parser.add_argument("--run-dir", type=Path, default=Path("runs/text"))
-    parser.add_argument("--steps", type=int, help="number of steps; overrides the configuration")
-    args = parser.parse_args()
-    settings = yaml.safe_load(args.config.read_text())
+def model_config(settings: dict) -> transformers.LlamaConfig:
+    return transformers.LlamaConfig(
+        vocab_size=256, bos_token_id=None, eos_token_id=None, pad_token_id=0, **settings["model"]
+    )
+
+
+def main(command_line: Sequence[str] | None = None) -> int:
+    parser = make_parser(__doc__)
+    add = parser.add_argument
+    add(
+        "--config", type=Path, default=Path(__file__).with_suffix(".yaml"), help="settings of strategy, model, training"
+    )
+    add("--text", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), help="file, or folder of text files")
+    add("--run-dir", type=Path, default=Path("runs/text"), help="folder of logs, checkpoints and the export")
+    add("--steps", type=int, help="number of steps; overrides the configuration")
+    add("--explain", type=int, metavar="RANKS", help="print the sharding plan for this many ranks, and do not train")
+    args = parser.parse_args(command_line)
+    settings = read_settings(args.config, ("strategy", "model", "train"))
     if args.steps:
         settings["train"]["steps"] = args.steps
-    status = train(settings, args.text, args.run_dir)
-    os._exit(status)  # gloo's threads can abort a Python process while it exits
+    training = from_mapping(Training, settings["train"], args.config)
+    if args.explain:
+        with torch.device("meta"):
+            model = transformers.LlamaForCausalLM(model_config(settings))
+        print_plan(model, StrategyConfig.from_mapping(settings["strategy"]), args.explain)
+        return 0
+    return train(settings, training, args.text, args.run_dir)
 
 
 if __name__ == "__main__":
-    main()
+    os._exit(main())  # gloo's threads can abort a Python process while it exits

@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from flow_vla import CAMERA, CHUNK, FlowBlock, FlowVLA, Processor, make_backbone
+from options import make_parser, parse
 from table import ACTION, FPS, LIMIT, SIZE, STATE, Tables, demonstrate
 
 from fsdp2_strategy import StrategyConfig, init_on_meta
@@ -34,6 +35,7 @@ from fsdp2_strategy.lerobot import LeRobotDataset
 from fsdp2_strategy.lerobot.generate import DatasetWriter
 from fsdp2_strategy.vla import VLAFSDPStrategy, VLAMetrics, save_policy
 
+LARGEST_DIFFERENCE = 0.1  # of normalised actions; with --bf16, the sharded policy computes in bf16
 UNSEEN = 1_000_000  # the first seed of tables without demonstrations
 
 
@@ -144,7 +146,33 @@ def train(args: argparse.Namespace) -> int:
             if not learn(strategy, args, loader, processor):
                 return 128 + signal.SIGTERM
         save_policy(vla, args.run_dir / "policy", preprocessor=processor)
+        check_policy(strategy, args.run_dir / "policy", processor)
     return 0
+
+
+def check_policy(strategy: VLAFSDPStrategy, folder: Path, processor: Processor) -> None:
+    """Open the saved policy on rank 0, and compare its actions with those of the sharded one; collective."""
+    tables = Tables([UNSEEN])
+    images = torch.from_numpy(tables.images()).permute(0, 3, 1, 2) / 255
+    observation = {CAMERA: images, "observation.state": torch.from_numpy(tables.state), "task": tables.instructions}
+    batch = processor(observation)
+
+    def actions_of(policy: FlowVLA) -> torch.Tensor:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)  # of the noise that the flow starts from
+            return policy.eval().predict_action_chunk(batch).float().cpu()
+
+    expected = actions_of(strategy.vla)
+    with all_or_none("check the policy", DataError):
+        if strategy.is_rank_0():
+            difference = (actions_of(FlowVLA.from_pretrained(folder)) - expected).abs().max().item()
+            if not difference <= LARGEST_DIFFERENCE:
+                raise DataError(
+                    f"the saved policy is another one: actions of {folder} differ by {difference:.3g} from those of "
+                    f"the trained policy, expected at most {LARGEST_DIFFERENCE}."
+                )
+            text = "from_pretrained opens it, and its normalised actions differ by at most"
+            print(f"saved to {folder}: {text} {difference:.1e} from the trained policy's", flush=True)
 
 
 def strategy_for(vla: FlowVLA, args: argparse.Namespace) -> VLAFSDPStrategy:
@@ -201,22 +229,22 @@ def report(strategy: VLAFSDPStrategy, run_dir: Path, evaluation: dict[str, float
 
 
 def arguments(command_line: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     add = parser.add_argument
-    add("--run-dir", type=Path, default=Path("runs/vla"))
+    add("--run-dir", type=Path, default=Path("runs/vla"), help="folder of logs, data, checkpoints and the policy")
     add("--episodes", type=int, default=500, help="number of demonstrations, which are written once")
-    add("--steps", type=int, default=2500)
+    add("--steps", type=int, default=2500, help="number of optimizer steps")
     add("--batch-size", type=int, default=64, help="samples of a step over all ranks")
-    add("--backbone-learning-rate", type=float, default=2e-3)
-    add("--action-model-learning-rate", type=float, default=2e-3)
-    add("--save-interval", type=int, default=100)
-    add("--eval-interval", type=int, default=250)
+    add("--backbone-learning-rate", type=float, default=2e-3, help="peak for the vision-language model")
+    add("--action-model-learning-rate", type=float, default=2e-3, help="peak for the action head")
+    add("--save-interval", type=int, default=100, help="steps between checkpoints")
+    add("--eval-interval", type=int, default=250, help="steps between evaluations in the simulator")
     add("--eval-episodes", type=int, default=128, help="tables of an evaluation, over all ranks")
     add("--distractors", action=argparse.BooleanOptionalAction, default=True, help="put other objects on the tables")
     add("--freeze-backbone", action="store_true", help="train and save only the action model")
-    add("--bf16", action=argparse.BooleanOptionalAction, default=False)
-    add("--seed", type=int, default=42)
-    return parser.parse_args(command_line)
+    add("--bf16", action=argparse.BooleanOptionalAction, default=False, help="compute in bf16, with fp32 masters")
+    add("--seed", type=int, default=42, help="seed of the model, the order of samples and the tables")
+    return parse(parser, command_line)
 
 
 if __name__ == "__main__":

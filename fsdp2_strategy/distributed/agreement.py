@@ -106,7 +106,8 @@ def error_text(cause: BaseException) -> str:
 
 def any_rank(own: bool) -> bool:
     """Return whether ``own`` is true on any rank; collective."""
-    flag = torch.tensor(float(own), device=control_device())
+    # Not the default dtype: another thread may have changed it, as from_pretrained does while it builds a model.
+    flag = torch.tensor(own, dtype=torch.float32, device=control_device())
     dist.all_reduce(flag, group=group_in_use())
     return bool(flag.item())
 
