@@ -5,7 +5,8 @@
 # make bench      the benchmarks             make gpu    tests and benchmarks of one accelerator
 # make big        runs of a real size, 16 GB
 # make peers      the tests that run the own code of LeRobot and VITRA
-# make lowest     the tests of a change, with the lowest versions of other packages
+# make lowest     core tests, with the lowest versions of other packages
+# make test-matrix  core tests, with the lowest and highest versions of Python, torch and other packages
 # Each sets up its own virtual environment in .venv first. torch comes before the rest and with a fixed version: an
 # unpinned torch may pull gigabytes of CUDA packages.
 
@@ -14,7 +15,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: test test-full docs lowest peers big demo grpo robot lint bench gpu format clean
+.PHONY: test test-full docs test-matrix lowest peers big demo grpo robot lint bench gpu format clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -33,8 +34,8 @@ test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 test-full: lint
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not soak and not big'
 	$(MAKE) docs
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not soak and not big'
 	$(MAKE) big
 	$(MAKE) lowest
 
@@ -46,14 +47,15 @@ test-full: lint
 docs: .venv/installed-docs
 	PATH=$(CURDIR)/$(BIN):$$PATH NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-.venv-lowest/installed: pyproject.toml .ci/lowest.txt
-	$(PYTHON) -m venv .venv-lowest
-	.venv-lowest/bin/pip install --quiet torch==2.13.0
-	.venv-lowest/bin/pip install --quiet --constraint .ci/lowest.txt --editable '.[dev]'
-	touch $@
+# MATRIX_PYTHONS names the interpreters, MATRIX_FLAGS=--remove deletes each environment of .venv-matrix after its tests.
+MATRIX_PYTHONS ?= $(PYTHON) python3.11 python3.12 python3.13
+export MATRIX_PYTHONS
 
-lowest: .venv-lowest/installed
-	.venv-lowest/bin/python -m pytest -n 2 --dist loadgroup
+test-matrix:
+	$(PYTHON) .ci/matrix.py $(MATRIX_FLAGS)
+
+lowest:
+	$(PYTHON) .ci/matrix.py 3.11-2.13.0-lowest
 
 big: .venv/installed
 	$(BIN)/python -m pytest -m big tests/test_big.py
@@ -114,4 +116,4 @@ format: .venv/installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-lowest .venv-peers runs
+	rm -rf .venv .venv-matrix .venv-peers runs

@@ -1,7 +1,12 @@
-"""Which versions of other packages the package accepts when it is imported."""
+"""The versions of other packages that the package accepts, and the matrix of versions that the tests run with."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import re
+import subprocess
+import sys
 import tomllib
 import warnings
 from importlib.metadata import PackageNotFoundError
@@ -12,6 +17,34 @@ import pytest
 from fsdp2_strategy import versions
 
 PROJECT = Path(__file__).parents[1]
+PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+@pytest.fixture
+def matrix(tmp_path, monkeypatch):
+    """The script that runs the matrix, with other files for its results."""
+    spec = importlib.util.spec_from_file_location("matrix", PROJECT / ".ci/matrix.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "matrix", module)  # its dataclasses look there
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "RESULTS", tmp_path / "runs/matrix.json")
+    monkeypatch.setattr(module, "ENVIRONMENTS", tmp_path)
+    return module
+
+
+def project():
+    return tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+
+
+def pythons_of_the_classifiers():
+    return [c.rpartition(" ")[2] for c in project()["classifiers"] if re.search(r"Python :: 3\.\d+$", c)]
+
+
+def rows(heading):
+    """Return the cells of a table's rows in docs/versions.md."""
+    section = (PROJECT / "docs/versions.md").read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
 @pytest.mark.parametrize(
@@ -48,10 +81,97 @@ def test_a_version_that_is_not_tested_is_a_warning(monkeypatch):
 
 
 def test_the_bounds_are_those_of_the_project_file():
-    dependencies = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["dependencies"]
+    dependencies = project()["dependencies"]
     lowest = {name: ".".join(map(str, numbers)) for name, numbers in versions.LOWEST.items()}
     first = {name: ".".join(map(str, numbers)) for name, numbers in versions.NOT_TESTED.items()}
     assert f"torch>={lowest['torch']},<{first['torch']}" in dependencies
     assert f"transformers>={lowest['transformers']}" in dependencies
     pinned = (PROJECT / ".ci/lowest.txt").read_text().splitlines()
     assert f"transformers=={lowest['transformers']}" in pinned
+
+
+def test_the_page_has_the_ranges_of_the_project_file():
+    declared = {re.match(r"[\w-]+", d)[0]: d for d in project()["dependencies"]}
+    declared["Python"] = f"Python{project()['requires-python']}"
+    shown = {row[0]: f"{row[0]}{row[1].strip('`')}" for row in rows("Supported versions")}
+    assert shown == {name: declared[name] for name in ("Python", "torch", "transformers")}
+
+
+def test_the_matrix_covers_both_ends_of_each_range_with_each_python(matrix):
+    (before,) = {(major, minor - 1) for major, minor in [versions.NOT_TESTED["torch"]]}
+    ends = {"{}.{}.0".format(*versions.LOWEST["torch"]), "{}.{}.0".format(*before)}
+    cells = matrix.cells()
+    pythons = {cell.python for cell in cells}
+    assert pythons >= set(pythons_of_the_classifiers())
+    assert f">={min(pythons, key=lambda p: int(p.split('.')[1]))}" == project()["requires-python"]
+    for python in pythons:
+        assert {cell.torch for cell in cells if cell.python == python} == ends, python
+        assert {cell.packages for cell in cells if cell.python == python} == {"lowest", "newest"}, python
+    assert len({(cell.torch, cell.packages) for cell in cells}) == 4
+
+
+def test_the_page_has_a_row_for_each_cell_of_the_matrix_and_classifiers_are_pythons_that_passed(matrix):
+    results = {row[0]: row for row in rows("Results")}
+    assert list(results) == [cell.name for cell in matrix.cells()]
+    passed = {name.split("-")[0] for name, row in results.items() if row[2].startswith("passed")}
+    assert set(pythons_of_the_classifiers()) == passed
+
+
+def test_the_tests_of_the_matrix_exist(matrix):
+    tests = [row[0] for row in matrix.lines("matrix_tests.txt")]
+    assert "tests/test_internals.py" in tests and len(tests) == len(set(tests))
+    assert [name for name in tests if not (PROJECT / name).is_file()] == []
+
+
+def test_a_cell_without_an_interpreter_is_not_run_and_an_error_if_it_was_asked_for(matrix, monkeypatch, capsys):
+    monkeypatch.setenv("MATRIX_PYTHONS", "no-such-python")
+    ran = []
+    monkeypatch.setattr(matrix, "run", lambda cell, command: ran.append(cell) or matrix.Result(cell.name, "passed"))
+
+    def status(*arguments):
+        monkeypatch.setattr(sys, "argv", ["matrix.py", *arguments])
+        return matrix.main()
+
+    name = next(cell.name for cell in matrix.cells() if cell.python == PYTHON)
+    assert status() == 1 and status(name) == 1 and not ran
+    assert f"| {name} |  | not run: no interpreter of Python {PYTHON}" in capsys.readouterr().out
+    assert not matrix.RESULTS.exists()
+    monkeypatch.setenv("MATRIX_PYTHONS", f"no-such-python {sys.executable}")
+    assert status(name) == 0 and status() == 0
+    assert {cell.python for cell in ran} == {PYTHON}
+
+
+@pytest.mark.full
+def test_the_matrix_goes_on_after_a_cell_that_fails_and_says_which_tests_did(matrix, tmp_path, monkeypatch, capsys):
+    tests = tmp_path / "test_outcomes.py"
+    tests.write_text(
+        "import pytest\ndef test_right(): pass\ndef test_wrong(): assert 0\n"
+        "@pytest.mark.skip\ndef test_skipped(): pass\n"
+    )
+    broken, failing = [cell for cell in matrix.cells() if cell.python == PYTHON]
+
+    def install(cell, command):
+        if cell == broken:
+            raise subprocess.CalledProcessError(1, "pip")
+        (tmp_path / cell.name).mkdir()
+        return Path(sys.executable)
+
+    monkeypatch.setattr(matrix, "install", install)
+    monkeypatch.setattr(
+        matrix, "lines", lambda name, real=matrix.lines: real(name) if "tests" not in name else [[tests]]
+    )
+    monkeypatch.setenv("MATRIX_PYTHONS", sys.executable)
+    monkeypatch.setattr(sys, "argv", ["matrix.py"])
+    assert matrix.main() == 1
+    first, second = json.loads(matrix.RESULTS.read_text())
+    assert first["status"] == "failed" and first["reason"].startswith("not installed: ")
+    assert (second["status"], second["passed"], second["failed"], second["skipped"]) == ("failed", 1, 1, 1)
+    assert second["reason"].endswith("test_outcomes::test_wrong") and second["versions"]["python"].startswith(PYTHON)
+    assert f"| {failing.name} | python {PYTHON}" in capsys.readouterr().out
+
+    tests.write_text("def test_right(): pass\n")
+    monkeypatch.setattr(sys, "argv", ["matrix.py", failing.name])
+    monkeypatch.setattr(matrix, "install", lambda cell, command: Path(sys.executable))
+    assert matrix.main() == 0
+    first, second = json.loads(matrix.RESULTS.read_text())
+    assert first["status"] == "failed" and second["status"] == "passed" and not second["reason"]
