@@ -222,7 +222,7 @@ def split_layers(job: Job) -> dict:
     """Divide layers or experts among pairs of ranks; compare a step with that of a model that is sharded only."""
     ranks, rank = dist.get_world_size(), job.rank
     if ranks % 2:
-        return skipped(f"layers and experts are divided among pairs of accelerators, got {ranks}")
+        return skipped(f"layers and experts are divided among pairs of ranks, and their number is {ranks}")
     measures, facts, errors = {}, {}, []
     for i, (name, changes) in enumerate(SPLITS.items()):
         is_dense = "tensor_parallel_size" in changes
