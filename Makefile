@@ -4,6 +4,7 @@
 # make docs       the docs site, runs/site
 # make bench      the benchmarks             make gpu    tests and benchmarks of one accelerator
 # make big        runs of a real size, 16 GB
+# make sweep      tests on all model types of transformers and all tutorials, longer than CI has time for
 # make peers      the tests that run the own code of LeRobot and VITRA
 # make lowest     core tests, with the lowest versions of other packages
 # make test-matrix  core tests, with the lowest and highest versions of Python, torch and other packages
@@ -15,7 +16,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: test test-full docs test-matrix lowest peers big demo grpo robot lint bench gpu format clean
+.PHONY: test test-full docs test-matrix lowest sweep peers big demo grpo robot lint bench gpu format clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -35,7 +36,7 @@ test: lint
 
 test-full: lint
 	$(MAKE) docs
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not soak and not big'
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not soak and not big and not sweep'
 	$(MAKE) big
 	$(MAKE) lowest
 
@@ -56,6 +57,9 @@ test-matrix:
 
 lowest:
 	$(PYTHON) .ci/matrix.py 3.11-2.13.0-lowest
+
+sweep: .venv/installed
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m sweep
 
 big: .venv/installed
 	$(BIN)/python -m pytest -m big tests/test_big.py

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch.distributed as dist
 import transformers
@@ -37,11 +39,20 @@ IN_PROCESSES = (
     "falcon_h1", "roberta", "zaya",
 )  # fmt: skip
 
+MANY = {*USUAL, *IN_PROCESSES}
+"""Model types of which `make test-full` runs each case; of the others, one number of ranks. `make sweep` runs all."""
+
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
 
 
-@pytest.mark.parametrize("count", some((2, 4), (2,)))
-@pytest.mark.parametrize("name", some(NAMES, USUAL))
+@pytest.mark.parametrize(
+    ("name", "count"),
+    some_rows(
+        product(NAMES, (2, 4)),
+        [(name, 2) for name in USUAL],
+        full=[(name, count) for i, name in enumerate(NAMES) for count in (2, 4) if name in MANY or i % 2 == count // 4],
+    ),
+)
 def test_split_sequences_have_the_values_of_full_ones(name, count):
     model = tiny_model(name)
     plan = plan_split(model, count)
@@ -72,7 +83,7 @@ def test_any_number_of_heads_is_split(name, heads, kv_heads, count):
         assert_equal(of_threads(model, plan, count, batch), of_full(model, batch), batch, 1e-10)
 
 
-@pytest.mark.parametrize("name", some(NAMES, USUAL[:2]))
+@pytest.mark.parametrize("name", some(NAMES, USUAL[:2], full=MANY))
 def test_a_plan_notices_that_nothing_is_exchanged(name, monkeypatch):
     monkeypatch.setattr(split_plan, "split_sequences", lambda _model, _plan: None)
     assert dict(plan_split(tiny_model(name), 2).refused).keys() == {"plain"}

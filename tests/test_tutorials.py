@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from helpers.versions import needs_split_layers
+from helpers.worlds import some
 
 from fsdp2_strategy.cli.parser import _parser
 
@@ -169,10 +170,11 @@ def place(tmp_path):
     return tmp_path
 
 
-@pytest.mark.full
 @pytest.mark.timeout(1800)
 @needs_split_layers
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", some(PAGES, (), full=[p for p in PAGES if p.stem == "sft"]), ids=lambda page: page.stem
+)
 def test_the_commands_of_a_tutorial_run(page, place, run_on):
     if page.stem == "sft":
         pytest.importorskip("trl")

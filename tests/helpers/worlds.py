@@ -36,14 +36,24 @@ def matrix(
     ]
 
 
-def some(values: Iterable[Any], chosen: Collection[Any]) -> list[Any]:
-    """Return the values of a parameter; those that are not chosen are for `make test-full`."""
-    return [value if value in chosen else pytest.param(value, marks=pytest.mark.full) for value in values]
+def some(values: Iterable[Any], chosen: Collection[Any], full: Collection[Any] | None = None) -> list[Any]:
+    """Return the values of a parameter; those that are not chosen are for `make test-full`.
+
+    If ``full`` is given, only its values are, and the others are for `make sweep`.
+    """
+    return some_rows(((value,) for value in values), [(v,) for v in chosen], full and [(v,) for v in full])
 
 
-def some_rows(rows: Iterable[tuple[Any, ...]], chosen: Collection[tuple[Any, ...]]) -> list[Any]:
+def some_rows(
+    rows: Iterable[tuple[Any, ...]],
+    chosen: Collection[tuple[Any, ...]],
+    full: Collection[tuple[Any, ...]] | None = None,
+) -> list[Any]:
     """Return the values of several parameters, as `some` does of one."""
-    return [pytest.param(*row, marks=() if row in chosen else pytest.mark.full) for row in rows]
+    rows = list(rows)
+    full = rows if full is None else full
+    marks = [() if row in chosen else [pytest.mark.full, *([] if row in full else [pytest.mark.sweep])] for row in rows]
+    return [pytest.param(*row, marks=of_row) for row, of_row in zip(rows, marks, strict=True)]
 
 
 def _case(ranks: int, values: Any, parts: list[str], *, everywhere: bool) -> Any:
