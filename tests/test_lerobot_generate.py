@@ -695,8 +695,8 @@ def test_a_writer_whose_files_failed_does_not_go_on(tmp_path, monkeypatch):
 
 
 def test_frames_that_a_codec_refuses_are_a_named_error(tmp_path):
-    features = {TOP: {"dtype": "video", "shape": (2, 2, 3)}}
-    with pytest.raises(DataError, match="libsvtav1 fails on frames of 2x2"):
+    features = {TOP: {"dtype": "video", "shape": (2, 20000, 3)}}
+    with pytest.raises(DataError, match="libsvtav1 fails on frames of 2x20000"):
         with DatasetWriter(tmp_path / "set", fps=10, features=features, codec="libsvtav1") as writer:
-            writer.add_episode({TOP: np.zeros((2, 2, 2, 3), np.uint8)}, "look")
+            writer.add_episode({TOP: np.zeros((2, 2, 20000, 3), np.uint8)}, "look")
     assert not Path(tmp_path / "set/meta/info.json").exists()

@@ -562,8 +562,8 @@ def test_an_engine_with_some_of_its_weights_does_not_generate():
         TransformersEngine(actor, dtype="float32")
 
 
-def test_an_engine_shares_nothing_with_the_model_it_copies():
-    logging.getLogger("fsdp2_strategy").setLevel(logging.WARNING)
+def test_an_engine_shares_nothing_with_the_model_it_copies(caplog):
+    caplog.set_level(logging.WARNING, "fsdp2_strategy")
     strategy = FSDPV2Strategy(
         config=StrategyConfig(activation_checkpointing=("LlamaDecoderLayer",), compile_blocks="eager")
     )
