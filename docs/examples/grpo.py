@@ -192,7 +192,7 @@ def update(
     """Take the optimizer steps of one rollout; all tokens of all answers of all ranks have the same weight."""
     task, sums, differences, result = task_of(args), torch.zeros(3, dtype=torch.float64), [], None
     for mini_batch in split(batch, args.train_batch_size // strategy.dp_size):
-        tokens = strategy.all_reduce(int(mini_batch["answer_mask"].sum()), "sum") // strategy.tp_size
+        tokens = strategy.all_reduce(int(mini_batch["answer_mask"].sum()), "sum")
         for micro_batch in split(mini_batch, args.micro_train_batch_size):
             inputs = importance_inputs(
                 task.log_probs_of(actor, micro_batch),
@@ -206,8 +206,8 @@ def update(
             result = strategy.optimizer_step(optimizer, actor, scheduler, name="actor")
             sums += sums.new_tensor([loss.item(), kl.item(), inputs.mask.sum().item()])
             differences.append(inputs.differences)
-    # Ranks that share sequences or layers have the same sums: each counts sp_size x tp_size times.
-    loss_sum, kl_sum, tokens = (strategy.all_reduce(sums, "sum") / (strategy.sp_size * strategy.tp_size)).tolist()
+    # Ranks that share sequences have the same sums: each counts sp_size times.
+    loss_sum, kl_sum, tokens = (strategy.all_reduce(sums, "sum") / strategy.sp_size).tolist()
     metrics = {"loss": loss_sum / tokens, "kl": kl_sum / tokens, "grad_norm": result.grad_norm, "tokens": int(tokens)}
     return metrics | functools.reduce(operator.add, differences).metrics()
 

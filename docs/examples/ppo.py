@@ -160,7 +160,7 @@ def update(
     critic, critic_optimizer, critic_scheduler = critic_and_optimizer
     sums = torch.zeros(3, dtype=torch.float64)
     for mini_batch in split(batch, args.train_batch_size // strategy.world_size):
-        tokens = strategy.all_reduce(int(mini_batch["answer_mask"].sum()), "sum") // strategy.tp_size
+        tokens = strategy.all_reduce(int(mini_batch["answer_mask"].sum()), "sum")
         for micro_batch in split(mini_batch, args.micro_train_batch_size):
             mask = micro_batch["answer_mask"]
             log_ratio = (log_probs_of(actor, micro_batch) - micro_batch["old_log_probs"])[mask]
@@ -171,7 +171,7 @@ def update(
             strategy.backward(value_loss, critic, critic_optimizer, num_items_in_batch=tokens)
             strategy.optimizer_step(critic_optimizer, critic, critic_scheduler, name="critic")
             sums += sums.new_tensor([loss.item(), value_loss.item(), mask.sum().item()])
-    loss_sum, value_loss_sum, tokens = (strategy.all_reduce(sums, "sum") / strategy.tp_size).tolist()
+    loss_sum, value_loss_sum, tokens = strategy.all_reduce(sums, "sum").tolist()
     return {"loss": loss_sum / tokens, "value_loss": value_loss_sum / tokens, "tokens": int(tokens)}
 
 

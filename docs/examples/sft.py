@@ -207,7 +207,7 @@ def train(args: argparse.Namespace, config: StrategyConfig, training: Training) 
                 if strategy.global_step(model) >= steps:
                     break
                 # The tokens that all ranks learn in this step, counted once for ranks that share layers.
-                tokens = strategy.all_reduce(learned_tokens(batch), "sum") // strategy.tp_size
+                tokens = strategy.all_reduce(learned_tokens(batch), "sum")
                 for part in micro_batches(batch, config.micro_train_batch_size):
                     inputs = batch_of(part, strategy.device)
                     strategy.backward(loss_of(model, inputs), model, optimizer, num_items_in_batch=tokens)
