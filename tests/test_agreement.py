@@ -5,12 +5,9 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import re
 import string
 import sys
-import types
 from contextlib import contextmanager
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -26,7 +23,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, token_log_probs
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
 from fsdp2_strategy.errors import RolloutError
 from fsdp2_strategy.rollout import (
     SGLangEngine,
@@ -559,34 +556,6 @@ def test_wrong_arguments_on_one_rank_are_errors_on_every_rank():
             strategy.inference_engine.log_probs(*sequences_of(0, pad="left")[:2])
         log_probs = strategy.inference_engine.log_probs(ids, attention)
         assert torch.equal(strategy.inference_engine.log_probs(ids, attention.bool()), log_probs)
-
-
-@pytest.mark.ranks(2)
-def test_the_code_of_the_docs_runs():
-    page = (Path(__file__).parent.parent / "docs" / "rollout.md").read_text()
-    section = page[page.index("## Check that trainer") :].partition("\n## ")[0]
-    check_code, correction_code = re.findall(r"^```python\n(.*?)^```", section, flags=re.MULTILINE | re.DOTALL)
-    logged = []
-    metrics = types.SimpleNamespace(log=lambda result, **values: logged.append(values))
-    with trained() as (strategy, actor):
-        n, token_ids = 3, [[3, 4, 5, 6], [7, 8, 9, 10]]
-        engine = strategy.inference_engine
-        engine.model.generation_config.eos_token_id = None  # so that all answers have n tokens
-        torch.manual_seed(strategy.get_rank())
-        probe = engine.generate(prompts=token_ids, sampling_params={"max_tokens": n})
-        sequences = torch.tensor(
-            [ids + output.outputs[0].token_ids for ids, output in zip(token_ids, probe, strict=True)]
-        )
-        answer_mask = torch.ones(2, n)
-        names = {**globals(), **locals(), "attention_mask": torch.ones_like(sequences), "result": None}
-        torch.manual_seed(strategy.get_rank())  # the same samples again
-        exec(check_code, names)
-        new_log_probs = token_log_probs(actor, sequences, last=n)
-        names |= {"new_log_probs": new_log_probs, "old_log_probs": new_log_probs.detach()}
-        names["advantages"] = torch.ones(2, n)
-        exec(correction_code, names)
-        assert names["agreement"].agrees and torch.allclose(names["objective"], torch.ones(2, n))
-        assert logged[0].keys() < logged[1].keys() and len(logged[1]) == 6
 
 
 # --- log-probabilities of samples ------------------------------------------------------------------------------------

@@ -165,7 +165,11 @@ def port_of_engine():
 
 @pytest.mark.ranks(2)
 def test_the_first_program_of_the_page_on_rollouts_runs(port_of_engine, tmp_path):
+    import torch
     from helpers.engines import fakes
+    from transformers import LlamaForCausalLM
+
+    from fsdp2_strategy.rollout import ENGINES
 
     os.chdir(shared(tmp_path))
     first, *others = programs_of_rollout()[0]
@@ -174,17 +178,16 @@ def test_the_first_program_of_the_page_on_rollouts_runs(port_of_engine, tmp_path
     assert agreement.agrees and not update.is_full and 0 < update.sent_bytes < update.full_bytes
 
     def model():
-        import torch
-        from transformers import LlamaForCausalLM
-
         return LlamaForCausalLM(names["config"]).to(torch.bfloat16)
-
-    from fsdp2_strategy.rollout import ENGINES
 
     calls = []
     with patch.dict(sys.modules, vllm=fakes.vllm(model, calls)), patch.dict(ENGINES):
         run_blocks([block.replace("29600", str(port_of_engine)) for block in others], "rollout.md", names)
     assert [call[0] for call in calls] == ["build", "apply", "reset"]
+    found, mask = names["agreement"], names["answer_mask"].bool()
+    assert found.agrees and found.metrics().keys() < names["figures"].keys()
+    expected = names["advantages"].expand_as(mask)[mask]
+    torch.testing.assert_close(names["objective"][mask], expected, rtol=0.05, atol=0)
 
 
 @pytest.mark.ranks(3)
