@@ -28,7 +28,6 @@ from helpers.versions import needs_split_layers
 import fsdp2_strategy
 from fsdp2_strategy import StrategyConfig
 from fsdp2_strategy.cli import parser
-from fsdp2_strategy.data import ResumableLoader
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -47,7 +46,7 @@ NEEDS = {"tensor_parallel.md": needs_split_layers}
 """Marks of pages whose code needs a newer package than the lowest supported one."""
 
 ELSEWHERE = {
-    "README.md": "test_the_readme_example_runs",  # the model and the data are the reader's
+    "README.md": "test_the_readme_example_runs_and_resumes",
     "coming_from_vitra.md": "test_the_code_of_the_page_on_vitra_runs",  # VITRA cannot be installed
     "ray.md": "test_the_code_of_the_page_runs",  # of test_ray.py, which has started Ray
     "rollout.md": "test_the_first_program_of_the_page_on_rollouts_runs",  # several programs, and vLLM
@@ -226,18 +225,17 @@ def test_the_code_of_the_page_on_vitra_runs(tmp_path):
 
 
 @pytest.mark.ranks(2)
-def test_the_readme_example_runs(tmp_path):
-    import torch
+def test_the_readme_example_runs_and_resumes(tmp_path):
     import torch.distributed as dist
-    from helpers.models import build, tokens
+    from transformers import AutoModelForCausalLM
 
     os.chdir(shared(tmp_path))
-    ids = [tokens(torch.Generator().manual_seed(i), batch=1)[0] for i in range(100)]
-    loader = ResumableLoader([{"input_ids": i, "labels": i} for i in ids], 2)
-    names = run_blocks(python_of(ROOT / "README.md"), "README.md", {"model": build("llama"), "loader": loader})
-    assert names["result"].step == 50
-    dist.barrier()
-    assert Path("ckpts/latest").read_text() == "global_step50\n"
+    for resumed, steps in ((False, 8), (True, 16)):
+        names = run_blocks(python_of(ROOT / "README.md"), "README.md", {})
+        assert bool(names["path"]) == resumed and names["result"].step == steps
+        dist.barrier()
+        assert Path("ckpts/latest").read_text() == f"global_step{steps}\n"
+        assert AutoModelForCausalLM.from_pretrained("out").config.hidden_size == 64
 
 
 # --- commands --------------------------------------------------------------------------------------------------------

@@ -679,7 +679,7 @@ EXPERTS_ELSEWHERE = ("dbrx",)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
-@pytest.mark.parametrize("name", some(NAMES, USUAL, full=rows_of(PAGE.read_text())))
+@pytest.mark.parametrize("name", some(NAMES, USUAL, full=list(rows_of(PAGE.read_text()))[::2]))
 def test_each_model_type_is_in_the_table_and_computes_the_replayed_experts(name):
     model = model_with_experts(name)
     entry = entry_of(model)

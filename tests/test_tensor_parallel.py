@@ -121,13 +121,13 @@ def batch_of_mlps(seed):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", some((*DENSE[::3], *EXPERTS[::3], "qwen3_moe"), ["qwen3_moe"]))
+@pytest.mark.parametrize("name", some((*DENSE[::3], *EXPERTS[::3], "qwen3_moe"), ["qwen3_moe"], full=NAMES[::6]))
 def test_architectures_train_on_two_ranks_that_share_layers(name):
     train_beside_reference(tiny_model(name), split_over_two(max_norm=0.5), tolerances=IN_FLOAT64, steps=2)
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("name", some(NAMES, ()))
+@pytest.mark.parametrize("name", some(NAMES, (), full=NAMES[1::3]))
 def test_architectures_train_with_split_layers_that_are_sharded(name):
     train_beside_reference(tiny_model(name), split_over_two(max_norm=0.5), tolerances=IN_FLOAT64)
 

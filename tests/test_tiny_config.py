@@ -63,8 +63,11 @@ def value(config, name):
         return None
 
 
+ALL = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *USUAL})
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning:transformers")  # what one version of it deprecates, and uses
-@pytest.mark.parametrize("name", some(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *USUAL}), USUAL))
+@pytest.mark.parametrize("name", some(ALL, USUAL, full=ALL[::3]))
 def test_a_tiny_model_has_the_structure_of_the_large_one(name):
     try:
         large = default_config(name)
