@@ -13,6 +13,7 @@ from pathlib import Path
 
 import harness
 
+RECORDED = Path(__file__).parent / "results"
 RIVALS = {
     "ours": "fsdp2_strategy",
     "DCP": "torch DCP",
@@ -96,7 +97,7 @@ def memory(results: Path, out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results", help="folder of the results")
+    parser.add_argument("--results", type=Path, default=RECORDED, help="folder of the results")
     parser.add_argument("--out", type=Path, default=harness.OUT, help="folder for the pictures")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)

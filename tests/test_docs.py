@@ -73,15 +73,22 @@ def run_blocks(blocks, page, names):
     return names
 
 
+def name_of(page):
+    """Return the name of a page from docs/, or from the repository."""
+    docs = ROOT / "docs"
+    return page.relative_to(docs if docs in page.parents else ROOT).as_posix()
+
+
 def with_code():
     return [page for page in PAGES if python_of(page)]
 
 
 def run_here():
     for page in with_code():
-        if page.name not in ELSEWHERE:
-            marks = [pytest.mark.ranks(RANKS.get(page.name, 1)), *([NEEDS[page.name]] if page.name in NEEDS else [])]
-            yield pytest.param(page.name, marks=marks)
+        name = name_of(page)
+        if name not in ELSEWHERE and not name.startswith("tutorials/"):  # test_tutorials.py runs these
+            marks = [pytest.mark.ranks(RANKS.get(name, 1)), *([NEEDS[name]] if name in NEEDS else [])]
+            yield pytest.param(name, marks=marks)
 
 
 def shared(folder):
@@ -96,26 +103,24 @@ def shared(folder):
 @pytest.mark.parametrize("name", list(run_here()))
 def test_the_code_of_a_page_runs(name, tmp_path):
     os.chdir(shared(tmp_path))
-    (page,) = (page for page in PAGES if page.name == name)
-    run_blocks(python_of(page), name, {})
+    run_blocks(python_of(ROOT / "docs" / name), name, {})
 
 
 def test_each_page_with_code_is_run_by_a_test():
-    names = [page.name for page in with_code()]
-    assert len(set(names)) == len(names), "the tables above have pages by name"
+    names = [name_of(page) for page in with_code()]
     assert {*RANKS, *NEEDS, *ELSEWHERE} <= set(names)
     tests = "\n".join(path.read_text() for path in (ROOT / "tests").glob("*.py"))
     for page, test in ELSEWHERE.items():
         assert f"def {test}(" in tests, page
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_python_on_a_page_is_in_blocks_that_are_run(page):
     text = re.sub(r"^( *)```python\n.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     for block in shown_blocks(text):
         is_diff = re.search(r"^[+-]", block, flags=re.MULTILINE)
         if any(is_python(part) for part in (block, *([] if is_diff else re.split(r"\n\n+", block)))):
-            assert page.name in SHOWN and block.startswith(SHOWN[page.name]), f"not run: {block}"
+            assert name_of(page) in SHOWN and block.startswith(SHOWN[name_of(page)]), f"not run: {block}"
 
 
 def shown_blocks(text):
@@ -266,10 +271,11 @@ def commands():
     found = {}
     for page in PAGES:
         for code in itertools.chain(*code_of(page)):
-            called = re.search(r"\b((?:benchmarks|docs/examples)/\w+)\.(?:py|slurm)\b(.*)", code)
+            command = code.replace("docs/examples/run.slurm ", "")  # its arguments are a command
+            called = re.search(r"\b((?:benchmarks|docs/examples)/\w+)\.(?:py|slurm)\b(.*)", command)
             if called and "…" not in code:
                 arguments = tuple(shlex.split(called[2], comments=True))
-                found.setdefault((f"{called[1]}.py", arguments), page.name)
+                found.setdefault((f"{called[1]}.py", arguments), name_of(page))
     return [pytest.param(*called, id=f"{page}: {' '.join([called[0], *called[1]])}") for called, page in found.items()]
 
 
@@ -302,7 +308,7 @@ def unknown(script, arguments):
     return parsed.value.args[0]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_commands_of_a_page_name_what_exists(page):
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     lines, spans = code_of(page)
@@ -334,14 +340,14 @@ def test_doctests_exist():
     assert sum(bool(t.examples) for name in MODULES for t in finder.find(importlib.import_module(name))) >= 2
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text_of(page)):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_tests_that_a_page_names_exist(page):
     tests = "\n".join(p.read_text() for p in (ROOT / "tests").glob("*.py"))
     for name in re.findall(r"`(test_\w+)`", page.read_text()):
