@@ -156,6 +156,7 @@ def test_bare_files_hold_the_bytes_of_their_rank(tmp_path):
         bare.CALL_BYTES, bare.CALL_BUFFERS = original
 
 
+@pytest.mark.full
 def test_the_pictures_of_the_readme_are_drawn_from_the_recorded_results(tmp_path):
     pytest.importorskip("matplotlib")
     command = [sys.executable, str(SCRIPTS / "pictures.py"), "--out", str(tmp_path)]
