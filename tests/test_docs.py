@@ -272,10 +272,11 @@ def commands():
     for page in PAGES:
         for code in itertools.chain(*code_of(page)):
             command = code.replace("docs/examples/run.slurm ", "")  # its arguments are a command
-            called = re.search(r"\b((?:benchmarks|docs/examples)/\w+)\.(?:py|slurm)\b(.*)", command)
+            called = re.search(r"\b((?:benchmarks|docs/examples)/\w+\.(?:py|slurm))\b(.*)", command)
             if called and "…" not in code:
                 arguments = tuple(shlex.split(called[2], comments=True))
-                found.setdefault((f"{called[1]}.py", arguments), name_of(page))
+                script = called[1].replace(".slurm", ".py") if arguments else called[1]
+                found.setdefault((script, arguments), name_of(page))
     return [pytest.param(*called, id=f"{page}: {' '.join([called[0], *called[1]])}") for called, page in found.items()]
 
 

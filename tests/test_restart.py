@@ -10,7 +10,6 @@ import runpy
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
 from pathlib import Path
 
@@ -73,7 +72,7 @@ def config(tmp_path_factory):
 def run_example(run_dir, config):
     """Run the example on ranks of the pool, which have imported torch already."""
     example = runpy.run_path(str(EXAMPLE))
-    assert example["train"](yaml.safe_load(config.read_text()), Path(sysconfig.get_paths()["stdlib"]), run_dir) == 0
+    assert example["main"](["--config", str(config), "--run-dir", str(run_dir)]) == 0
 
 
 @pytest.fixture(scope="module")
