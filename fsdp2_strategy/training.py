@@ -37,7 +37,16 @@ from fsdp2_strategy.distributed.lost_ranks import collective, disconnect, report
 from fsdp2_strategy.distributed.mesh import auto_shard_size, build_mesh, forget_meshes, group_of, groups_that_share
 from fsdp2_strategy.distributed.preemption import Preemption
 from fsdp2_strategy.distributed.tcp_rendezvous import Rendezvous
-from fsdp2_strategy.errors import ConfigError, FSDP2StrategyError, SequenceError, ShardError, StepError, counted, some
+from fsdp2_strategy.errors import (
+    ArgumentError,
+    ConfigError,
+    FSDP2StrategyError,
+    SequenceError,
+    ShardError,
+    StepError,
+    counted,
+    some,
+)
 from fsdp2_strategy.hf.export import save_model
 from fsdp2_strategy.hf.load import load_pretrained
 from fsdp2_strategy.hf.meta.init_on_meta import init_on_meta
@@ -798,6 +807,9 @@ class TrainingStrategy:
         Returns:
             The directory that was loaded, and its client state; (None, {}) if there is no checkpoint.
         """
+        for kind, each in (("optimizer", optimizer), ("scheduler", scheduler)):
+            if isinstance(each, str):
+                raise ArgumentError(f"cannot load: {kind} is {each!r}, expected the {kind} itself. Pass tag={each!r}.")
         state = self._state_of(model)
         averages = self._ema(model, ema) if ema is not None else None
         load_optimizer_states &= not load_module_only

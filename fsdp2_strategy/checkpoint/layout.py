@@ -235,7 +235,11 @@ def check_tag(tag: str, *, reserved: str) -> None:
     Raises:
         CheckpointError: the tag is empty, reserved, a path, or begins with a dot.
     """
-    if not isinstance(tag, str) or not tag or tag != Path(tag).name or tag.startswith(".") or tag in (LATEST, reserved):
+    if not isinstance(tag, str):
+        raise CheckpointError(
+            f"cannot name a checkpoint: tag is a {type(tag).__name__}, expected a str. Pass others by keyword."
+        )
+    if not tag or tag != Path(tag).name or tag.startswith(".") or tag in (LATEST, reserved):
         raise CheckpointError(
             f"cannot name a checkpoint: tag is {tag!r}, expected a plain directory name other than {reserved!r} that "
             "does not begin with a dot. Use something like 'global_step100'."

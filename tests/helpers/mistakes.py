@@ -726,6 +726,30 @@ def a_path_as_tag(folder):
 
 
 @mistake(
+    "expected a str. Pass others by keyword",
+    CheckpointError,
+    "The optimizer is passed by position, where `save_ckpt` expects the tag.",
+    "Pass `optimizer=` by keyword, or omit it: the one of `create_optimizer` is saved.",
+)
+def an_optimizer_as_tag(folder):
+    strategy = strategy_for()
+    model, optimizer, _ = prepared(strategy)
+    strategy.save_ckpt(model, folder / "ckpts", optimizer)
+
+
+@mistake(
+    "optimizer is 'step1', expected the optimizer itself. Pass tag='step1'",
+    ArgumentError,
+    "The tag is passed by position, where `load_ckpt` expects the optimizer.",
+    "Pass `tag=` by keyword.",
+)
+def a_tag_as_optimizer(folder):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy)
+    strategy.load_ckpt(model, folder / "ckpts", "step1")
+
+
+@mistake(
     "max_num is 0",
     CheckpointError,
     "No checkpoint would be kept.",
