@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import linear, pad
 
 from fsdp2_strategy import sizes
-from fsdp2_strategy.config.arguments import check_inputs
+from fsdp2_strategy.config.arguments import accepts, check_inputs
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.torch_internals import all_gather_single
 from fsdp2_strategy.errors import LogProbError
@@ -107,8 +107,7 @@ def token_log_probs(
         last = _check_arguments(input_ids, last, temperature, chunk_bytes, inputs)
         check_inputs(inputs, _OPTIONS, root, "compute log-probabilities", LogProbError)
         head = _head_of(root)
-    # Without generation, a key-value cache would only use memory.
-    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False, **inputs}
+        inputs = _inputs_of(root, {"input_ids": input_ids, "attention_mask": attention_mask, **inputs})
     rows, shard = _Rows.of(input_ids, last), None
     if (group := sequence_group_of(root)) is not None:
         inputs = shard_sequence(inputs, group)
@@ -432,6 +431,19 @@ def _head_of(root: Any) -> nn.Linear:
         "the nn.Linear that get_output_embeddings of a causal language model returns. Use such a model, add no adapter "
         "to its head, or call linear_log_probs in its forward."
     )
+
+
+def _inputs_of(root: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a forward pass without a key-value cache, which would only use memory.
+
+    Raise LogProbError if the forward does not accept the tokens by their usual name.
+    """
+    if not accepts(root.forward, "input_ids"):
+        raise LogProbError(
+            f"cannot compute log-probabilities: {class_name(root)}.forward has no argument input_ids, expected the "
+            "forward of a causal language model. Pass the inner model, or set is_actor = True on a wrapper of one."
+        )
+    return {**({"use_cache": False} if accepts(root.forward, "use_cache") else {}), **inputs}
 
 
 def _parts_of(head: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None, dist.ProcessGroup | None]:

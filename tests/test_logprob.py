@@ -216,6 +216,29 @@ def test_what_cannot_be_is_an_error_on_every_rank():
             token_log_probs(build(name), ids)
 
 
+class Wrapper(nn.Module):
+    """A wrapper without ``is_actor``, whose forward accepts only some arguments of the model's."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = build("llama")
+
+    def forward(self, input_ids, attention_mask=None):
+        return self.model(input_ids, attention_mask)
+
+
+class RenamingWrapper(Wrapper):
+    def forward(self, sequences, attention_mask=None):
+        return self.model(sequences, attention_mask)
+
+
+def test_a_wrapper_needs_an_argument_for_the_tokens_and_no_other():
+    wrapper, ids = Wrapper(), torch.randint(3, VOCAB, (2, 9))
+    assert torch.equal(token_log_probs(wrapper, ids), token_log_probs(wrapper.model, ids))
+    with pytest.raises(LogProbError, match=r"RenamingWrapper.forward has no argument input_ids.* is_actor = True"):
+        token_log_probs(RenamingWrapper(), ids)
+
+
 def test_they_are_as_exact_as_a_softmax_of_large_logits():
     generator = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(64, 16, generator=generator), torch.randn(VOCAB, 16, generator=generator) * 25

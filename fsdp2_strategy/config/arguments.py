@@ -64,6 +64,12 @@ def _as_a_field(keyword: str, known: Sequence[str]) -> str:
     return f" It is a field of StrategyConfig. Pass config=StrategyConfig({keyword}=…), or set it in args."
 
 
+def accepts(function: Callable[..., Any], name: str) -> bool:
+    """Return whether a function has an argument of this name, or accepts any keyword."""
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
 def check_inputs(
     inputs: Mapping[str, Any], options: Sequence[str], model: nn.Module, action: str, error: type[FSDP2StrategyError]
 ) -> None:
