@@ -33,6 +33,7 @@ from torch.nn.functional import linear, pad
 from fsdp2_strategy import sizes
 from fsdp2_strategy.config.arguments import accepts, check_inputs
 from fsdp2_strategy.distributed.agreement import all_or_none
+from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.torch_internals import all_gather_single
 from fsdp2_strategy.errors import LogProbError
 from fsdp2_strategy.model.fsdp_state import class_name, is_sharded
@@ -49,6 +50,7 @@ _OPTIONS = ("attention_mask", "last", "temperature", "entropy", "chunk_bytes")
 """The optional arguments of `token_log_probs`, which could be misspelled."""
 
 
+@collective
 def token_log_probs(
     model: nn.Module,
     input_ids: torch.Tensor,
@@ -168,6 +170,7 @@ class _Rows:
         )
 
 
+@collective
 def linear_log_probs(
     hidden: torch.Tensor,
     weight: torch.Tensor,

@@ -30,6 +30,7 @@ from fsdp2_strategy.data.prefetch import EpisodeAnnouncer
 from fsdp2_strategy.data.workers import SampleFetcher, identity, ignore_foreign_sigterm
 from fsdp2_strategy.distributed.agreement import check_equal
 from fsdp2_strategy.distributed.log import log
+from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import data_rank, data_size
 from fsdp2_strategy.distributed.torch_internals import end_workers
 from fsdp2_strategy.errors import DataError, counted
@@ -374,6 +375,7 @@ class ResumableLoader:
 
         return order_of
 
+    @collective
     def skip(self, samples: Iterable[int]) -> None:
         """Leave samples out from now on; collective unless ``dp_rank`` and ``dp_size`` were given.
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import (
     current_device,
     group_among,
@@ -38,6 +39,7 @@ EXPERT_PARALLEL = "ep"
 """Name of the mesh axis along which experts are divided."""
 
 
+@collective
 def build_mesh(shard_size: int = -1, *, device_type: str | None = None, tensor_parallel_size: int = 1) -> DeviceMesh:
     """Build a mesh of all ranks of the group in use, with ``shard_size`` ranks along its axis "shard"; collective.
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from fsdp2_strategy.distributed.agreement import any_rank
 from fsdp2_strategy.distributed.log import log
+from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.errors import StepError
 
 _Handler = Callable[[int, FrameType | None], Any] | int | None
@@ -67,6 +68,7 @@ class Preemption:
     def __init__(self) -> None:
         self._is_open = self._is_closed = False
 
+    @collective
     def requested(self) -> bool:
         """Return whether any rank has received SIGTERM since the first call; collective, the same on every rank.
 

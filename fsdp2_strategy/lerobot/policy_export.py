@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fsdp2_strategy.distributed.agreement import all_or_none
+from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import is_rank_0
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.export import save_adapters, save_all_weights
@@ -25,6 +26,7 @@ from fsdp2_strategy.model.ranks import on_model_ranks
 from fsdp2_strategy.model.wrappers import unwrap_model
 
 
+@collective
 @on_model_ranks
 def save_policy(
     policy: nn.Module,

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.errors import ConfigError, ShardError
 from fsdp2_strategy.model.fsdp_state import class_name, reshard
 from fsdp2_strategy.model.master_weights import masters_of, refresh_masters_of
@@ -56,6 +57,7 @@ class EMA:
         }
         """The averages by parameter name, in fp32, sharded like the parameters."""
 
+    @collective
     @torch.no_grad()
     def update(self, model: nn.Module, decay: float | None = None) -> None:
         """Update the averages with a model's parameters; collective unless it is sharded like the averages.
@@ -101,6 +103,7 @@ class EMA:
                 for name, parameter in parameters.items():
                     values_of(parameter).copy_(own[name])
 
+    @collective
     def copy_to(self, model: nn.Module) -> None:
         """Copy the averages into a model and its master weights; collective unless it is sharded like the averages.
 

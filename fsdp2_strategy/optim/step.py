@@ -333,6 +333,7 @@ def _check_parameters(optimizer: Optimizer, root: nn.Module) -> None:
         )
 
 
+@collective
 def take_step(
     optimizer: Optimizer,
     model: nn.Module,

@@ -18,6 +18,7 @@ from torch import nn
 from fsdp2_strategy.config.arguments import check_inputs
 from fsdp2_strategy.distributed.agreement import all_or_none, check_equal
 from fsdp2_strategy.distributed.log import log
+from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import group_in_use, world_size
 from fsdp2_strategy.errors import RolloutError, counted
 from fsdp2_strategy.model.ranks import on_ranks_of
@@ -91,6 +92,7 @@ class EngineAgreement:
         )
 
 
+@collective
 @torch.no_grad()
 def check_engine_agreement(
     actor: nn.Module,

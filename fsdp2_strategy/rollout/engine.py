@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy.distributed.agreement import all_or_none, any_rank, check_equal
 from fsdp2_strategy.distributed.log import log
+from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import group_in_use, world_size
 from fsdp2_strategy.errors import RolloutError, some
 from fsdp2_strategy.model.fsdp_state import is_sharded
@@ -89,6 +90,7 @@ class Rollout:
         self._dtype = dtype
         self._was_put_to_sleep = False
 
+    @collective
     def set_up(self, args: object, engine_type: str | RolloutEngine, actor: nn.Module | None) -> None:
         """Build the engine, or use the given one; collective."""
         with (
@@ -118,6 +120,7 @@ class Rollout:
             if callable(close := getattr(engine, "close", None)):
                 close()
 
+    @collective
     def update(self, actor: nn.Module, *, verify: bool, by_difference: bool | Literal["hashes"]) -> WeightUpdate:
         """Load the actor's weights into the engine of every rank that has one; collective."""
         if self.engine_type is None:
@@ -136,6 +139,7 @@ class Rollout:
                 if was_asleep:
                     self.sleep()
 
+    @collective
     def check_agreement(
         self, actor: nn.Module, sequences: torch.Tensor, attention_mask: torch.Tensor | None = None, **options: Any
     ) -> EngineAgreement:

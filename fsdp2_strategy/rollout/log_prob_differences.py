@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from fsdp2_strategy.distributed.collectives import all_reduce
+from fsdp2_strategy.distributed.lost_ranks import collective
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,14 @@ class LogProbDifferences:
         tokens, total, *_ = self.sums.tolist()
         return total / tokens if tokens else math.nan
 
+    @collective
     def over_ranks(self) -> LogProbDifferences:
         """Return the sums over the tokens of all ranks; collective."""
         sums = all_reduce(self.sums, "sum")
         largest = all_reduce(self.largest, "max")
         return LogProbDifferences(sums, largest, self.has_weights)
 
+    @collective
     def metrics(self) -> dict[str, float]:
         """Return the means over the tokens of all ranks, with the names of docs/metrics.md; collective.
 

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.agreement import all_or_none, any_rank, check_equal, from_rank_0
+from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.torch_internals import local_of
 from fsdp2_strategy.errors import CheckpointError, RolloutError
 from fsdp2_strategy.hf.peft.files import AdapterFiles
@@ -63,6 +64,7 @@ class WeightStream(Iterator[tuple[str, T]], Generic[T]):
         self._is_started = True
         return next(self._pairs)
 
+    @collective
     def close(self) -> None:
         """Run the remaining collectives of the stream, also if no tensor was requested; collective."""
         if not self._is_started:  # closing a generator that has not started runs none of its code

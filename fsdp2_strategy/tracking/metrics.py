@@ -25,6 +25,7 @@ import torch.distributed as dist
 from fsdp2_strategy.config.strategy_config import StrategyConfig
 from fsdp2_strategy.distributed.agreement import all_or_none, defer_error, error_text, withdraw_error
 from fsdp2_strategy.distributed.log import log
+from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import is_rank_0
 from fsdp2_strategy.errors import ArgumentError, StepError
 from fsdp2_strategy.optim.step import StepResult
@@ -121,6 +122,7 @@ class Metrics:
         except Exception as error:  # noqa: BLE001  a tracker may be any class
             self._defer(error, step)
 
+    @collective
     def close(self) -> None:
         """Close the trackers; collective if there is a process group. Repeated calls have no effect.
 

@@ -11,8 +11,10 @@ import os
 
 from fsdp2_strategy.distributed.agreement import to_rank_0
 from fsdp2_strategy.distributed.log import log
+from fsdp2_strategy.distributed.lost_ranks import collective
 
 
+@collective
 def warn_of_shortages(**numbers: int) -> list[str]:
     """Log one warning for each shortage that any rank finds; collective.
 

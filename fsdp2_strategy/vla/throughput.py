@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from fsdp2_strategy.distributed.collectives import all_gather
+from fsdp2_strategy.distributed.lost_ranks import collective
 
 T = TypeVar("T")
 
@@ -118,6 +119,7 @@ class Throughput:
         if self._start is not None:
             self.frames += frames
 
+    @collective
     def lap(self) -> Rates:
         """Return the rates since the previous call; collective.
 
@@ -128,6 +130,7 @@ class Throughput:
         self._lap = None if self._start is None else (self.frames, self._waited, now)
         return rates
 
+    @collective
     def total(self) -> Rates:
         """Return the rates since the request for the second batch; collective."""
         return self._since(None, self._clock())
