@@ -138,7 +138,7 @@ if TYPE_CHECKING:
     from fsdp2_strategy.vla.throughput import Rates as Rates
     from fsdp2_strategy.vla.throughput import Throughput as Throughput
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 check_versions()
 install_old_paths()
