@@ -18,7 +18,9 @@ import socket
 import subprocess
 import sys
 import textwrap
+import tomllib
 import types
+from operator import itemgetter
 from pathlib import Path
 from unittest.mock import patch
 
@@ -366,6 +368,15 @@ def test_the_table_of_fields_is_the_configurations():
         if f.name != "extra"
     ]  # fmt: skip
     assert [(name, default.strip()) for name, default in rows] == expected
+
+
+def test_the_picture_of_the_architecture_has_the_layers_of_the_package():
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = [set(layer.split(" | ")) for layer in contracts[0]["layers"] if layer != "__main__"]
+    picture = (ROOT / "docs" / "images" / "data_path.svg").read_text()
+    boxes = re.findall(r'y="(\d+)" font-weight="bold">([^<]+)<', picture)
+    rows = [[names for _, names in row] for _, row in itertools.groupby(boxes, key=itemgetter(0))]
+    assert [set(re.findall(r"\w+(?=\.py|/)", " ".join(row))) for row in rows] == layers
 
 
 def test_the_public_names_are_real():
