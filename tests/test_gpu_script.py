@@ -76,7 +76,7 @@ def test_every_part_runs_and_reports(tmp_path, gpu):
     assert [path.name for path in tmp_path.rglob("*")] == ["found", "gpu.json"]
     entry = json.loads((tmp_path / "found" / "gpu.json").read_text())
 
-    assert timedelta(0) <= datetime.fromisoformat(entry["date"]) - begin < timedelta(minutes=2)
+    assert timedelta(0) <= datetime.fromisoformat(entry["date"]) - begin < timedelta(minutes=10)
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (entry["commit"] or "").startswith(head.stdout.strip())
     assert entry["smoke"] is True
