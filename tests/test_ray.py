@@ -285,8 +285,10 @@ def test_a_run_that_loses_actors_again_and_again_ends(actors, args):
 
 def test_an_engine_that_dies_between_two_runs_is_replaced(actors, args):
     ray.kill(actors.handles["engine 1"])
-    report = actors.train(run_of(args, "between", steps=2), {})
-    assert report[0].startswith("engine 1: ActorDiedError") and report[1:] == ["replaced: engine 1"]
+    *errors, replaced = actors.train(run_of(args, "between", steps=2), {})
+    assert replaced == "replaced: engine 1"
+    # Ray ends a process after `kill` returns. If the engine still gives its address, the trainers do not reach it.
+    assert errors[0].startswith("engine 1: ActorDiedError") or "cannot reach an engine" in errors[0]
 
 
 def test_an_engine_that_stops_to_serve_is_replaced(actors, args):
