@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import os
 import shutil
@@ -23,7 +24,7 @@ import transformers
 from helpers import trainers
 from helpers.reference import CountCollectives, full_parameters
 from helpers.trainers import KINDS, fsdp2_on_cpu, launched, logged, trainer_of, write_model
-from helpers.worlds import some
+from helpers.worlds import some, some_rows
 from huggingface_hub.utils import filter_repo_objects
 from transformers import (
     AutoModelForCausalLM,
@@ -41,6 +42,14 @@ from fsdp2_strategy.compat.transformers import FSDP2Trainer, with_fsdp2
 from fsdp2_strategy.errors import ConfigError
 
 pytest.importorskip("trl")
+
+WITH_AND_WITHOUT_LORA = some_rows(
+    itertools.product(KINDS, (False, True)), (), [*itertools.product(KINDS, (False,)), ("sft", True)]
+)
+
+
+def name_of(value):
+    return value if isinstance(value, str) else "lora" if value else "full"
 
 
 def published(cls):
@@ -75,10 +84,8 @@ ACCELERATE = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRA
 ACCELERATE |= {"FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer", "FSDP_RESHARD_AFTER_FORWARD": "true"}
 
 
-@pytest.mark.full
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "lora"), WITH_AND_WITHOUT_LORA, ids=name_of)
 def test_a_trainer_computes_what_it_computes_with_accelerates_fsdp2(tmp_path, kind, lora):
     model = write_model(tmp_path / "model")
     with launched(**ACCELERATE):
@@ -325,10 +332,8 @@ def final_weights(folder, kind, lora, model):
     return loaded.state_dict()
 
 
-@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft reads it
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "lora"), WITH_AND_WITHOUT_LORA, ids=name_of)
 def test_a_run_killed_within_an_epoch_goes_on_with_the_same_samples_on_any_number_of_ranks(
     launch, kind, lora, tmp_path
 ):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from helpers.models import batch_of, build, loss_of
 from helpers.reference import full
 from helpers.training import assert_same, full_state, strategy_for
+from helpers.worlds import some
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -243,7 +244,6 @@ def test_what_is_saved_is_what_is_loaded_streamed_and_exported(seed, tmp_path, r
     try_seed(seed, tmp_path, run_on)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("seed", range(1, 60), ids=lambda seed: f"seed-{seed}")
+@pytest.mark.parametrize("seed", some(range(1, 60), (), range(1, 20)), ids=lambda seed: f"seed-{seed}")
 def test_what_is_saved_is_what_is_loaded_streamed_and_exported_of_many_more(seed, tmp_path, run_on):
     try_seed(seed, tmp_path, run_on)
