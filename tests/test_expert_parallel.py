@@ -60,7 +60,7 @@ def test_architectures_train_with_divided_experts_that_are_sharded(name):
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("sizes", [(1, 4, -1), (1, 2, 2), (2, 2, -1), (2, 4, -1), (2, 2, 1)], ids=str)
-@pytest.mark.parametrize("name", some(SOME, ()))
+@pytest.mark.parametrize("name", some(SOME, (), SOME[:1]))
 def test_experts_are_divided_in_any_shape_of_mesh(name, sizes):
     tensor, experts, shard = sizes
     strategy = strategy_for(tensor_parallel_size=tensor, expert_parallel_size=experts, max_norm=0.5)
