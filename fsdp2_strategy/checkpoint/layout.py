@@ -31,6 +31,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from fsdp2_strategy.checkpoint.paths import (
@@ -237,7 +238,7 @@ def check_tag(tag: str, *, reserved: str) -> None:
     """
     if not isinstance(tag, str):
         raise CheckpointError(
-            f"cannot name a checkpoint: tag is a {type(tag).__name__}, expected a str. Pass others by keyword."
+            f"cannot name a checkpoint: tag is {shorten(repr(tag), 60)}, expected a str. Pass others by keyword."
         )
     if not tag or tag != Path(tag).name or tag.startswith(".") or tag in (LATEST, reserved):
         raise CheckpointError(
