@@ -4,6 +4,7 @@
 # make docs       the docs site, runs/site
 # make bench      the benchmarks             make gpu    tests and benchmarks of one accelerator
 # make big        runs of a real size, 16 GB
+# make dist       the files of a release, for a package index
 # make sweep      tests on all model types of transformers and all tutorials, longer than CI has time for
 # make peers      the tests that run the own code of LeRobot and VITRA
 # make lowest     core tests, with the lowest versions of other packages
@@ -16,7 +17,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: test test-full docs test-matrix lowest sweep peers big demo grpo robot lint bench gpu format clean
+.PHONY: test test-full docs test-matrix lowest sweep peers big demo grpo robot lint bench gpu dist format clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -115,9 +116,13 @@ bench: .venv/installed
 gpu: .venv/installed
 	$(BIN)/python benchmarks/gpu.py
 
+# REPOSITORY is the public address, as in https://github.com/OWNER/NAME. DOCS is that of the docs site, if there is one.
+dist: .venv/installed
+	$(BIN)/python .ci/dist.py --repository '$(REPOSITORY)' $(if $(DOCS),--docs '$(DOCS)')
+
 format: .venv/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-matrix .venv-peers runs
+	rm -rf .venv .venv-matrix .venv-peers dist runs
