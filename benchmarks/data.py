@@ -175,7 +175,7 @@ def orders(rounds: int, count: int) -> dict:
 def overhead(rounds: int, *, smoke: bool) -> dict:
     """Measure an epoch of tiny samples through our loader and through a plain DataLoader, in turns."""
     rows = {}
-    for batch, workers, samples in ((32, 0, 20_000), (256, 0, 20_000), (32, 2, 60_000)):
+    for batch, workers, samples in ((32, 0, 20_480), (256, 0, 20_480), (32, 2, 61_440)):
         n = 1024 if smoke else samples
         dataset = Numbers(n)
         loaders = {
