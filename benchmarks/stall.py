@@ -280,7 +280,7 @@ def table(entry: dict) -> str:
 
 def _title(entry: dict) -> str:
     gigabytes = entry["bytes_of_a_rank"] / 1e9
-    return f"time for which a save blocks the trainer: {gigabytes:.2f} GB per rank, {entry['ranks']} ranks"
+    return f"blocked by a save: {gigabytes:.2f} GB per rank, {entry['ranks']} ranks"
 
 
 def _bars(entry: dict) -> dict[str, list[float]]:
