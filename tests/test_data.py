@@ -60,6 +60,13 @@ def chi_square(observed, expected):
 # --- the order -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("ranks", "is_uneven"), [(1, False), (3, True), (4, False)])
+def test_batches_that_ranks_do_not_divide_are_warned_of(ranks, is_uneven, caplog):
+    ResumableLoader(Numbers(20), 8, dp_rank=0, dp_size=ranks)
+    text = "batches of 8 samples on 3 ranks: some ranks get a sample more than others"
+    assert (text in caplog.text) == is_uneven
+
+
 def test_an_order_holds_every_sample_once_and_any_slice_is_part_of_it():
     rng = random.Random(0)
     for n in [*range(1, 70), 1000, 65_535, 65_536, 65_537, 65_600, 100_003, 300_000]:

@@ -10,6 +10,7 @@ has received, not those that workers have prefetched.
 from __future__ import annotations
 
 import itertools
+import logging
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -54,8 +55,8 @@ class ResumableLoader:
         dataset: a map-style data set. ``pool`` requires its attribute ``episode_lengths``. With ``pool``, a method
             ``hold`` of the data set is called with the episodes that are needed now and next; see
             `fsdp2_strategy.data.prefetch`. ``weights`` requires a `ConcatDataset`.
-        global_batch_size: number of samples of a batch over all ranks, at least one per rank. The parts of two ranks
-            differ by at most one sample.
+        global_batch_size: number of samples of a batch over all ranks, at least one per rank. If the ranks do not
+            divide it, the parts of two ranks differ by one sample, and a warning says so.
         seed: seed of the order and the augmentation.
         dp_rank: rank of this process among those that share the data; by default its rank in the process group.
         dp_size: number of ranks that share the data; by default all ranks.
@@ -423,6 +424,16 @@ class ResumableLoader:
             )
         if self.tail not in get_args(Tail):
             raise DataError(f"cannot end an epoch: tail is {self.tail!r}, expected one of {', '.join(get_args(Tail))}.")
+        if self.global_batch_size % self.dp_size:
+            log(
+                "batches of %d samples on %d ranks: some ranks get a sample more than others. A mean loss per rank "
+                "gives samples different weights: pass a sum, and num_items_in_batch, to backward, or use a multiple "
+                "of %d.",
+                self.global_batch_size,
+                self.dp_size,
+                self.dp_size,
+                level=logging.WARNING,
+            )
 
 
 def _with_mask(batch: Any, mask: torch.Tensor) -> Any:
