@@ -237,7 +237,7 @@ def test_the_readme_example_runs_and_resumes(tmp_path):
     from transformers import AutoModelForCausalLM
 
     os.chdir(shared(tmp_path))
-    for resumed, steps in ((False, 8), (True, 16)):
+    for resumed, steps in ((False, 40), (True, 80)):
         names = run_blocks(python_of(ROOT / "README.md"), "README.md", {})
         assert bool(names["path"]) == resumed and names["result"].step == steps
         dist.barrier()

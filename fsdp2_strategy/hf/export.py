@@ -166,7 +166,8 @@ def save_all_weights(
             _save_tokenizer_and_push(folder, skeleton, tokenizer, kwargs)
     size = sum(entry.nbytes for file in files for entry in file.entries.values())
     tensors_written, in_files = counted(len(regions), "tensor"), counted(len(files), "file")
-    log("exported %s to %s: %s, %.2f GB in %s", name, folder, tensors_written, size / 1e9, in_files)
+    amount = f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"
+    log("exported %s to %s: %s, %s in %s", name, folder, tensors_written, amount, in_files)
 
 
 def _regions_that_load(

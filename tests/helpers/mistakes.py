@@ -80,15 +80,39 @@ def mistake(message: str, error: type[Exception] | None, cause: str, fix: str, *
     return register
 
 
+SYMPTOMS = """\
+## Symptoms
+
+| Symptom | Cause | What to do |
+|---|---|---|
+| The run hangs. | Ranks wait in different calls. For example, one rank alone calls `save_ckpt`, and the others begin \
+the next forward pass. Both wait until `timeout_minutes` (30) have passed. | Look for `if rank == 0` before a \
+[collective call](collectives.md). `debug_divergence_seconds=60` raises an error after a minute, which names the rank; \
+a shorter `timeout_minutes` names the calls. |
+| torchrun ends with ChildFailedError. | A rank has ended. `exitcode: -9` means that it was killed, often because the \
+host's memory was full. | The cause is in the first traceback above. |
+| The memory is not sufficient. | | `explain` prints the memory of each rank; [memory](memory.md) says which settings \
+change it. |
+| The loss is another on another number of ranks. | Ranks get parts of different sizes, which the loader warns of; or \
+dropout, whose random numbers depend on the rank. Sums in another order change the last digits. | Use a batch size \
+that the ranks divide, or `num_items_in_batch`: [data](data.md#another-number-of-ranks-another-batch-size). |
+| An error says "rank 1 did not make this call", and no condition is wrong. | Rank 1 was killed. | See the exit code \
+that torchrun prints. |
+""".splitlines()
+"""What is seen without a message of this package, by the words that users search for."""
+
+
 def page(mistakes: Iterable[Mistake] = MISTAKES.values()) -> str:
     """Return docs/troubleshooting.md."""
     lines = [
         "# Troubleshooting",
         "",
-        "Messages of mistakes that are easily made, their causes, and what to do. Each line is tested on two ranks:",
-        "every rank raises the error, before anything is lost. If one rank alone waits in a collective, it hears of it",
-        "when another rank ends, or at the time-out. `tests/helpers/mistakes.py` makes each mistake, and",
-        "`python tests/test_mistakes.py` writes this page.",
+        "Symptoms and messages of mistakes that are easily made, their causes, and what to do. Each message is tested",
+        "on two ranks: every rank raises the error, before anything is lost. If ranks wait in different collectives,",
+        "they hear of it when one of them ends, or at the time-out. The tables quote parts of messages: search for",
+        "them in your log.",
+        "",
+        *SYMPTOMS,
     ]
     section = ""
     for each in mistakes:
