@@ -91,10 +91,10 @@ the next forward pass. Both wait until `timeout_minutes` (30) have passed. | Loo
 a shorter `timeout_minutes` names the calls. |
 | torchrun ends with ChildFailedError. | A rank has ended. `exitcode: -9` means that it was killed, often because the \
 host's memory was full. | The cause is in the first traceback above. |
-| The memory is not sufficient. | | `explain` prints the memory of each rank; [memory](memory.md) says which settings \
-change it. |
-| The loss is another on another number of ranks. | Ranks get parts of different sizes, which the loader warns of; or \
-dropout, whose random numbers depend on the rank. Sums in another order change the last digits. | Use a batch size \
+| The memory is full (CUDA out of memory). | Parameters, gradients, optimizer and activations of a rank do not fit. | \
+`explain` prints the memory of each rank; [memory](memory.md) says which settings change it. |
+| The loss is different on another number of ranks. | Ranks get parts of different sizes, which the loader warns of; \
+or dropout, whose random numbers depend on the rank. Sums in another order change the last digits. | Use a batch size \
 that the ranks divide, or `num_items_in_batch`: [data](data.md#another-number-of-ranks-another-batch-size). |
 | An error says "rank 1 did not make this call", and no condition is wrong. | Rank 1 was killed. | See the exit code \
 that torchrun prints. |
