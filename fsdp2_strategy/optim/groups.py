@@ -282,8 +282,9 @@ def _check_dtypes(parameters: Collection[nn.Parameter], *, masters: bool) -> Non
         )
     elif half:
         log(
-            "the trainable parameters are stored in half precision (%s): small updates are lost in rounding. Make "
-            "them trainable before prepare_model(is_training=True), which then keeps fp32 master weights for them.",
+            "the trainable parameters are stored in half precision (%s): small updates are lost in rounding. Pass "
+            "is_training=True to prepare_model, which then keeps fp32 master weights of all parameters that are "
+            "trainable at that time.",
             counted(half, "parameter"),
             level=logging.WARNING,
         )
