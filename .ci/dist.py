@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import mimetypes
 import re
 import subprocess
 import sys
@@ -17,18 +18,17 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-IMAGES = {".png", ".svg", ".gif", ".jpg", ".jpeg", ".webp"}
 
 _LINK = re.compile(r"(\]\(|^\[[^\]]+\]: )(?![a-z]+:|#)([^)\s#]+)", re.MULTILINE)
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main() -> None:
     """Build the release of HEAD."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repository", required=True, help="https://github.com/OWNER/NAME, or a server with its paths")
     parser.add_argument("--docs", help="address of the docs site; default: the folder docs of the repository")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder for the two files; default: dist")
-    parsed = parser.parse_args(arguments)
+    parsed = parser.parse_args()
     for address in filter(None, (parsed.repository, parsed.docs)):
         if not re.match(r"https://[^/\s]+\.[^/\s]+/?\S*$", address):
             raise SystemExit(f"cannot use {address!r} as an address: expected https://HOST/PATH")
@@ -86,7 +86,8 @@ def absolute_links(markdown: str, tree: Path, repository: str, tag: str) -> str:
         path = Path(match[2])
         if not (tree / path).exists():
             raise SystemExit(f"cannot make the README's link {match[2]} absolute: the release has no such file")
-        kind = "raw" if path.suffix in IMAGES else "blob" if (tree / path).is_file() else "tree"
+        is_image = (mimetypes.guess_type(path.name)[0] or "").startswith("image/")
+        kind = "raw" if is_image else "blob" if (tree / path).is_file() else "tree"
         return f"{match[1]}{repository}/{kind}/{tag}/{path.as_posix()}"
 
     return _LINK.sub(absolute, markdown)

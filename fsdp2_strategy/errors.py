@@ -101,6 +101,15 @@ def counted(count: int, what: str, plural: str = "s") -> str:
     return f"{count:,} {what if count == 1 else what + plural}"
 
 
+def size_text(size_bytes: float) -> str:
+    """Return a number of bytes with a unit, in powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size_bytes < 999.5:  # rounds to three digits
+            return f"{size_bytes:.3g} {unit}"
+        size_bytes /= 1000
+    return f"{size_bytes:.4g} TB"
+
+
 def some(names: Sequence[str], what: str = "name") -> str:
     """Return a text with the number of names and the first three names."""
     shown = f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}"

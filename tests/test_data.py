@@ -65,6 +65,9 @@ def test_batches_that_ranks_do_not_divide_are_warned_of(ranks, is_uneven, caplog
     ResumableLoader(Numbers(20), 8, dp_rank=0, dp_size=ranks)
     text = "batches of 8 samples on 3 ranks: some ranks get a sample more than others"
     assert (text in caplog.text) == is_uneven
+    caplog.clear()
+    ResumableLoader(Numbers(20), 8, dp_rank=0, dp_size=ranks, tail="pad")  # whose mask tells which samples count
+    assert text not in caplog.text
 
 
 def test_an_order_holds_every_sample_once_and_any_slice_is_part_of_it():

@@ -12,6 +12,7 @@ from helpers.worlds import some_rows
 
 from fsdp2_strategy import StrategyConfig
 from fsdp2_strategy.distributed import progress
+from fsdp2_strategy.errors import size_text
 
 SCRIPT = """
 import logging
@@ -72,3 +73,19 @@ def test_off_a_terminal_progress_is_a_line_in_the_log_now_and_then(monkeypatch, 
             each.close()
     assert caplog.messages == ["epoch 2: 15 steps, 0.10 steps/s"]
     assert progress.SECONDS_BETWEEN_LINES == 30
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (999_600, "1 MB"),
+        (764_736, "765 kB"),
+        (1_650_000_000, "1.65 GB"),
+        (2.5e12, "2.5 TB"),
+    ],
+)
+def test_a_size_has_the_unit_that_fits(size_bytes, text):
+    assert size_text(size_bytes) == text

@@ -16,8 +16,8 @@ from fsdp2_strategy.checkpoint.paths import EMA, OPTIMIZER, TRAINABLE, TRAINER_S
 from fsdp2_strategy.checkpoint.reader import open_checkpoint
 from fsdp2_strategy.checkpoint.storage import stored_in
 from fsdp2_strategy.cli.found import newest_at
-from fsdp2_strategy.cli.output import Output, size_text
-from fsdp2_strategy.errors import counted
+from fsdp2_strategy.cli.output import Output
+from fsdp2_strategy.errors import counted, size_text
 from fsdp2_strategy.hf.safetensors_format import Entry
 
 _LAYOUTS = {"own": "fsdp2_strategy", "lerobot": "LeRobot", "trainer": "transformers Trainer"}

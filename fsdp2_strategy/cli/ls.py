@@ -13,7 +13,8 @@ from typing import Any
 from fsdp2_strategy.checkpoint.layout import Checkpoint
 from fsdp2_strategy.checkpoint.paths import TRAINABLE, CheckpointPaths
 from fsdp2_strategy.cli.found import checkpoints_at
-from fsdp2_strategy.cli.output import Output, size_text
+from fsdp2_strategy.cli.output import Output
+from fsdp2_strategy.errors import size_text
 
 
 def run(parsed: argparse.Namespace, output: Output) -> int:

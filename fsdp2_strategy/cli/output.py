@@ -37,13 +37,3 @@ class Output:
     def shows_progress(self) -> bool:
         """Whether progress bars are shown if standard error is a terminal."""
         return not self.is_quiet
-
-
-def size_text(size_bytes: int) -> str:
-    """Return a number of bytes with a unit, in powers of 1000."""
-    value = float(size_bytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{size_bytes} B" if unit == "B" else f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:.4g} TB"

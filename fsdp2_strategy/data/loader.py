@@ -56,7 +56,7 @@ class ResumableLoader:
             ``hold`` of the data set is called with the episodes that are needed now and next; see
             `fsdp2_strategy.data.prefetch`. ``weights`` requires a `ConcatDataset`.
         global_batch_size: number of samples of a batch over all ranks, at least one per rank. If the ranks do not
-            divide it, the parts of two ranks differ by one sample, and a warning says so.
+            divide it, the parts of two ranks differ by one sample; without ``tail="pad"``, a warning says so.
         seed: seed of the order and the augmentation.
         dp_rank: rank of this process among those that share the data; by default its rank in the process group.
         dp_size: number of ranks that share the data; by default all ranks.
@@ -424,7 +424,7 @@ class ResumableLoader:
             )
         if self.tail not in get_args(Tail):
             raise DataError(f"cannot end an epoch: tail is {self.tail!r}, expected one of {', '.join(get_args(Tail))}.")
-        if self.global_batch_size % self.dp_size:
+        if self.global_batch_size % self.dp_size and self.tail != "pad":  # with padding, the mask tells what to count
             log(
                 "batches of %d samples on %d ranks: some ranks get a sample more than others. A mean loss per rank "
                 "gives samples different weights: pass a sum, and num_items_in_batch, to backward, or use a multiple "

@@ -22,7 +22,7 @@ from fsdp2_strategy.distributed.agreement import all_or_none, check_equal
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import is_rank_0
-from fsdp2_strategy.errors import ArgumentError, CheckpointError, counted, did_you_mean
+from fsdp2_strategy.errors import ArgumentError, CheckpointError, counted, did_you_mean, size_text
 from fsdp2_strategy.hf.output_files import (
     File,
     check_free_space,
@@ -166,8 +166,7 @@ def save_all_weights(
             _save_tokenizer_and_push(folder, skeleton, tokenizer, kwargs)
     size = sum(entry.nbytes for file in files for entry in file.entries.values())
     tensors_written, in_files = counted(len(regions), "tensor"), counted(len(files), "file")
-    amount = f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"
-    log("exported %s to %s: %s, %s in %s", name, folder, tensors_written, amount, in_files)
+    log("exported %s to %s: %s, %s in %s", name, folder, tensors_written, size_text(size), in_files)
 
 
 def _regions_that_load(

@@ -21,7 +21,7 @@ from fsdp2_strategy.config.strategy_config import MixedData, ShardSize
 from fsdp2_strategy.distributed import process_group
 from fsdp2_strategy.distributed.mesh import auto_shard_size, check_expert_size, check_shard_size
 from fsdp2_strategy.distributed.torch_internals import BATCH_NORMS
-from fsdp2_strategy.errors import ShardError, counted, some
+from fsdp2_strategy.errors import ShardError, counted, size_text, some
 from fsdp2_strategy.model.buffers import unchanged_buffers
 from fsdp2_strategy.model.fsdp_state import class_name, is_sharded
 from fsdp2_strategy.model.names import clean, persistent_buffers
@@ -238,7 +238,7 @@ def _report(plan: ShardPlan, ranks: _Ranks, *, reshard: bool | int, where: str) 
         name = first.name or "(root)"
         if others:
             name += f" … {others[-1].name.rpartition('.')[2]} ({len(group)} equal)"
-        gathered = _human(sum(map(math.prod, dict(ranks.shapes_of(first)).values())) * first.compute_dtype.itemsize)
+        gathered = size_text(sum(map(math.prod, dict(ranks.shapes_of(first)).values())) * first.compute_dtype.itemsize)
         dtype = _short(first.compute_dtype)
         lines.append(f"{name:<44} {first.kind:<10} {stored:<10} {dtype:<9} {count:>15,} {gathered:>10}")
         for unit in group:
@@ -256,16 +256,17 @@ def _totals(plan: ShardPlan, held_bytes: Counter[str], *, reshard: bool | int, w
     trainable = sum(p.numel() for p in plan.model.parameters() if p.requires_grad)
     buffers = list(plan.model.buffers())
     dtypes = ", ".join(sorted({_short(b.dtype) for b in buffers})) or "none"
-    parts = ", ".join(f"{_human(held_bytes[part])} {part}" for part in ("parameters", "gradients", "optimizer"))
+    parts = ", ".join(f"{size_text(held_bytes[part])} {part}" for part in ("parameters", "gradients", "optimizer"))
     yield f"parameters {parameter_count(plan.model):,}, of which {trainable:,} trainable"
-    yield f"buffers    {_human(sum(b.numel() * b.element_size() for b in buffers))} on each rank ({dtypes}), dtype kept"
+    size = size_text(sum(b.numel() * b.element_size() for b in buffers))
+    yield f"buffers    {size} on each rank ({dtypes}), dtype kept"
     yield f"each rank  {parts}{where}"
     which = "the root unit" if reshard is True else "all units"
     if reshard is True and (kinds := sorted({f"{unit.kind}s" for unit in plan.units if unit.stays_gathered})):
         which += f", {', '.join(kinds)}"
     groups = "" if isinstance(reshard, bool) else f", over groups of {reshard} ranks"
     until = "from forward to backward" if plan.precision.is_training else "after forward"
-    yield f"gathered   {_human(held_bytes['kept'])} on each rank stay gathered {until}: {which}{groups}"
+    yield f"gathered   {size_text(held_bytes['kept'])} on each rank stay gathered {until}: {which}{groups}"
     for names in plan.ties:
         yield f"tied       {' = '.join(names)}"
     in_root = [name for unit in plan.units if unit.kind == "root" for name in unit.parameters]
@@ -322,11 +323,3 @@ def _shape(unit: Unit) -> object:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
-
-
-def _human(size: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.4g} TB"
