@@ -330,7 +330,6 @@ class TrainingStrategy:
             prefetch_depth=config.prefetch_depth,
             compile_blocks=config.compile_blocks,
             forward_methods=config.forward_methods,
-            debug_divergence_seconds=config.debug_divergence_seconds,
         )
         if has_uninitialised_tensors(model):
             load_pretrained(model)
@@ -388,8 +387,8 @@ class TrainingStrategy:
     ) -> str:
         """Print how `prepare_model` would shard a model with the same arguments; not collective.
 
-        Call this method before `prepare_model`. ``compile_blocks``, ``forward_methods``, ``prefetch_depth`` and
-        ``debug_divergence_seconds`` of the configuration do not change what the text contains.
+        Call this method before `prepare_model`. ``compile_blocks``, ``forward_methods`` and
+        ``prefetch_depth`` of the configuration do not change what the text contains.
 
         Args:
             model: any module, or a wrapper around one; it is only read, and may be on the meta device.
@@ -447,6 +446,7 @@ class TrainingStrategy:
             "block_class_names": config.block_class_names,
             "min_unit_params": config.min_unit_params,
             "ignored_modules": config.ignored_modules,
+            "conditional_modules": config.conditional_modules,
             "mixed_mm_data": config.mixed_mm_data,
             "reshard_after_forward": (
                 config.reshard_after_forward if reshard_after_forward is _UNSET else reshard_after_forward

@@ -89,6 +89,13 @@ def run_on(request: pytest.FixtureRequest) -> Callable[..., None]:
     return run
 
 
+@pytest.fixture
+def end_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """End the ranks of the pool after a test that breaks their connections."""
+    yield
+    request.config.stash[_POOL].close()
+
+
 @pytest.fixture(autouse=True)
 def _sizes(request: pytest.FixtureRequest) -> Iterator[None]:
     """Shrink the sizes for tests that run so, here and on the ranks of the pool."""

@@ -170,7 +170,7 @@ REPORTED = [
     ("dynamo_mode", "max-autotune", logging.WARNING, "default mode"),
     ("dynamo_use_fullgraph", True, logging.WARNING, "several graphs"),
     ("dynamo_use_dynamic", True, logging.WARNING, "shapes"),
-    ("debug", True, logging.WARNING, "debug_divergence_seconds"),
+    ("debug", True, logging.WARNING, "always cause an error"),
     ("enable_cpu_affinity", True, logging.WARNING, "--numa-binding"),
 ]
 

@@ -272,9 +272,7 @@ def test_a_tower_that_not_every_rank_runs_is_not_trained_where_it_is_ignored():
     ):
         with pytest.raises(ShardError, match=match):
             shard_model(model, is_training=True, mixed_mm_data=policy, ignored_modules=[tower])
-    strategy = FSDPV2Strategy(
-        config=StrategyConfig(bf16=False, mixed_mm_data="root", ignored_modules=(tower,), debug_divergence_seconds=6)
-    )
+    strategy = FSDPV2Strategy(config=StrategyConfig(bf16=False, mixed_mm_data="root", ignored_modules=(tower,)))
     strategy.prepare_model(frozen, is_training=True)
     optimizer = strategy.create_optimizer(frozen, lr=1e-3)
     batch = batch_of("llava", 0, 0)

@@ -319,22 +319,23 @@ def test_a_feature_whose_place_is_not_declared_is_refused():
 
 @pytest.mark.ranks(2)
 def test_a_model_that_was_offloaded_is_watched_for_divergence_as_before(monkeypatch):
-    from fsdp2_strategy.sharding import rank_divergence
+    from fsdp2_strategy.distributed import unit_log
 
     model = build("llama")
-    strategy = FSDPV2Strategy(config=StrategyConfig(bf16=False, debug_divergence_seconds=30))
+    strategy = FSDPV2Strategy(config=StrategyConfig(bf16=False))
     strategy.prepare_model(model)
-    notes = []
-    with monkeypatch.context() as patch:
-        patch.setattr(rank_divergence._NoteExchange, "compare", lambda self, note: notes.append(note))
-        ids = torch.arange(6)[None]
-        model(input_ids=ids)
-        first = list(notes)
-        offload(model)
-        reload(model)
-        notes.clear()
-        model(input_ids=ids)
-        assert notes == first and any("gathers" in note for note in first)
+    entries = []
+    log = unit_log.current_log()
+    begin = log.begin
+    monkeypatch.setattr(log, "begin", lambda entry, length=0: (entries.append(entry), begin(entry, length)))
+    ids = torch.arange(6)[None]
+    model(input_ids=ids)
+    first = list(entries)
+    offload(model)
+    reload(model)
+    entries.clear()
+    model(input_ids=ids)
+    assert entries == first and len(first) > 2
 
 
 @pytest.mark.ranks(2)

@@ -75,7 +75,7 @@ def cases(*rows):
 def test_ranks_with_and_without_images_train_as_one_process_that_has_all(world, policy, name):
     model = model_of(name)
     reference = Unsharded(model, loss_of, lr=1e-3, weight_decay=0.1)
-    strategy = FSDPV2Strategy(config=StrategyConfig(bf16=False, mixed_mm_data=policy, debug_divergence_seconds=6))
+    strategy = FSDPV2Strategy(config=StrategyConfig(bf16=False, mixed_mm_data=policy))
     strategy.prepare_model(model, is_training=True, shard_size=2 if world == 4 else -1)
     optimizer = strategy.create_optimizer(model, lr=1e-3, weight_decay=0.1)
     for step in range(4):
@@ -197,34 +197,11 @@ def test_generation_with_images_on_one_rank_gives_what_one_process_gives():
 def test_where_units_of_ranks_diverge_each_of_them_names_rank_and_unit_in_seconds():
     rank = dist.get_rank()
     model = qwen2_5_vl()
-    shard_model(model, is_training=True, debug_divergence_seconds=40)
+    shard_model(model, is_training=True)
     began = time.monotonic()
-    with pytest.raises(StepError, match=r"rank 0 gathers model.visual.blocks.0, rank 1 gathers model.language"):
+    with pytest.raises(StepError, match=r"rank 0 gathers model.visual.blocks.0 .*, rank 1 gathers model.language"):
         loss_of(model, batch("qwen2_5_vl", 0, rank, rank == 0))
     assert time.monotonic() - began < 20
-    # one that does not come at all
-    model = build("llama")
-    shard_model(model, is_training=True, debug_divergence_seconds=1)
-    if rank:
-        dist.barrier()  # until the other has given up
-    expected = (
-        "the other ranks timed out" if rank else r"within 1 s, no unit was gathered or reduced by rank 1 \(nothing"
-    )
-    with pytest.raises(StepError, match=expected):  # the late one hears of it, too
-        model(**batch_of("llama", 0, 0))
-    if not rank:
-        dist.barrier()
-
-
-@pytest.mark.ranks(2)
-def test_the_debug_mode_changes_no_number():
-    grads = []
-    for seconds in (0, 30):
-        model = build("llama_tied")
-        shard_model(model, is_training=True, debug_divergence_seconds=seconds)
-        model(**batch_of("llama_tied", 0, dist.get_rank())).loss.backward()
-        grads.append(full_grads(model))
-    assert all(torch.equal(grads[0][name], grads[1][name]) for name in grads[0])
 
 
 def test_plans_say_where_the_tower_is(capsys):

@@ -298,7 +298,7 @@ def train_on(name, batches_at, prepare=lambda model: None, **config):
     """Train four steps beside the reference on what ``batches_at(step)`` gives each rank."""
     model = build(name)
     prepare(model)
-    strategy = strategy_for(name, debug_divergence_seconds=20, **config)
+    strategy = strategy_for(name, **config)
     plain = copy.deepcopy(model)
     strategy.prepare_model(model, is_training=True)
     unsharded = unsharded_for(name, plain, model)

@@ -162,7 +162,6 @@ def test_gradients_of_norms_of_heads_are_summed_once_in_every_mode_of_accumulati
             {"cpu_offload": True},
             {"reshard_after_forward": False},
             {"prefetch_depth": 2},
-            {"debug_divergence_seconds": 60},
         ],
         (),
     ),

@@ -184,7 +184,7 @@ TOP: Mapping[str, Key] = {
     ),
     "debug": Key(
         "replaced",
-        "`debug_divergence_seconds=60` names a rank that runs another unit than the others, or no unit for 60 s",
+        "ranks that run different units always cause an error that names the units",
         flag,
         warning_values=(True,),
     ),

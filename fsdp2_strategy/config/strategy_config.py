@@ -142,9 +142,9 @@ class StrategyConfig:
     mixed_mm_data: MixedData | None = None
     """How to train if only some ranks have images in a batch: "root", "dummy" or "replicate"; see docs/rlhf.md."""
 
-    debug_divergence_seconds: float = 0.0
-    """If positive, raise an error that names the rank and the unit when a rank runs a different unit than the others,
-    or no unit for this many seconds. 0 disables the comparison."""
+    conditional_modules: tuple[str, ...] = ()
+    """Regular expressions for full dotted names of modules that only some ranks run, and that an error names: they and
+    the modules within them are no units of their own, but belong to the unit around them, which every rank runs."""
 
     timeout_minutes: float = 30.0
     """Time-out of collectives, if the strategy starts the process group."""
@@ -169,11 +169,11 @@ class StrategyConfig:
         if recompute is not True:
             names = () if recompute is False else _names("activation_checkpointing", recompute)
             object.__setattr__(self, "activation_checkpointing", names)
-        for name in ("keep_fp32", "ignored_modules", "block_class_names", "forward_methods"):
+        for name in ("keep_fp32", "ignored_modules", "conditional_modules", "block_class_names", "forward_methods"):
             object.__setattr__(self, name, _names(name, getattr(self, name)))
         if isinstance(self.mixed_mm_data, bool):  # trainers pass a bool
             object.__setattr__(self, "mixed_mm_data", "root" if self.mixed_mm_data else None)
-        for name in ("max_norm", "timeout_minutes", "debug_divergence_seconds"):
+        for name in ("max_norm", "timeout_minutes"):
             object.__setattr__(self, name, _real(name, getattr(self, name)))
         for name in ("bf16", "fp16", "reduce_in_full_precision", "use_mp_opt", "adam_offload", "cpu_offload"):
             _check(name, getattr(self, name), isinstance(getattr(self, name), bool), "true or false")
@@ -188,6 +188,7 @@ class StrategyConfig:
             value = getattr(self, name)
             _check(name, value, value is None or _is_int(value, 1), "an integer of at least 1, or None")
         _check_expressions("ignored_modules", self.ignored_modules)
+        _check_expressions("conditional_modules", self.conditional_modules)
         is_valid = size == "auto" or (_is_int(size, -1) and size != 0)
         _check("shard_size", size, is_valid, "an integer of at least 1, -1 or auto")
         is_valid = isinstance(reshard, bool) or _is_int(reshard, 1)
@@ -200,8 +201,6 @@ class StrategyConfig:
         expected = "one of root, dummy, replicate, or None"
         _check("mixed_mm_data", self.mixed_mm_data, self.mixed_mm_data in policies, expected)
         _check("max_norm", self.max_norm, self.max_norm >= 0, "at least 0", "0 disables clipping.")
-        seconds = self.debug_divergence_seconds
-        _check("debug_divergence_seconds", seconds, seconds >= 0, "at least 0", "0 disables the comparison.")
         _check("timeout_minutes", self.timeout_minutes, self.timeout_minutes > 0, "more than 0")
 
     def _check_parallel_sizes(self) -> None:

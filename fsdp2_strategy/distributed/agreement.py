@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from fsdp2_strategy.distributed.lost_ranks import add_note_outside_calls, is_lost_rank
 from fsdp2_strategy.distributed.process_group import control_device, group_in_use, is_rank_0, world_size
+from fsdp2_strategy.distributed.unit_log import current_log
 from fsdp2_strategy.errors import FSDP2StrategyError, StepError
 
 T = TypeVar("T")
@@ -105,11 +106,23 @@ def error_text(cause: BaseException) -> str:
 
 
 def any_rank(own: bool) -> bool:
-    """Return whether ``own`` is true on any rank; collective."""
+    """Return whether ``own`` is true on any rank; collective.
+
+    Raises:
+        StepError: on every rank, if the ranks have run different units; see `unit_log`.
+    """
+    log = current_log()
+    numbers = [float(own), *(log.numbers() if log is not None else [])]
     # Not the default dtype: another thread may have changed it, as from_pretrained does while it builds a model.
-    flag = torch.tensor(own, dtype=torch.float32, device=control_device())
-    dist.all_reduce(flag, group=group_in_use())
-    return bool(flag.item())
+    total = torch.tensor(numbers, dtype=torch.float64, device=control_device())
+    if log is None:
+        dist.all_reduce(total, group=group_in_use())
+    else:
+        log.all_reduce(total, "makes another collective call, or has failed")
+    has_any, *sums = total.tolist()
+    if log is not None:
+        log.check(sums)
+    return bool(has_any)
 
 
 def check_equal(action: str, value: object, error: type[FSDP2StrategyError], expected: str) -> None:

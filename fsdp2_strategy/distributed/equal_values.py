@@ -3,9 +3,9 @@
 Input: a value of each rank. Output: a few numbers for an all-reduce (a sum in float64), and from their sums whether the
 value is equal on all ranks.
 
-The value is hashed to two integers x of 20 bits, and each of them is sent as x and x². By the Cauchy-Schwarz inequality,
-(number of ranks) x sum(x²) = sum(x)² only if x is equal on all ranks. The sums are exact in float64 for up to 8,192
-ranks.
+The value is hashed to two integers x of 20 bits, and each of them is sent as x and x². By the Cauchy-Schwarz
+inequality, (number of ranks) x sum(x²) = sum(x)² only if x is equal on all ranks. The sums are exact in float64 for up
+to 8,192 ranks.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable
 from contextvars import ContextVar
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -27,13 +28,17 @@ import torch.distributed as dist
 
 from fsdp2_strategy.distributed.process_group import group_in_use, ranks_of
 from fsdp2_strategy.distributed.torch_internals import default_store, process_groups
+from fsdp2_strategy.errors import StepError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _WAIT_SECONDS = 1.0
+_DIVERGENCE_SECONDS = 0.5
+_FILES_OF_COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py", "_fsdp_collectives.py")
+_DIVERGENCE = "fsdp2_strategy/divergence"
 _IMMEDIATELY = timedelta(milliseconds=1)
 _UNUSED_TAG = 0x66736470
-_OF_BACKEND = re.compile(r"[Gg]loo|NCCL")
+_OF_BACKEND = re.compile(r"[Gg]loo|NCCL|pair closure|Connection (closed|reset) by peer")
 # The outermost call of this package that is running and that every rank must make.
 _call: ContextVar[str | None] = ContextVar("call", default=None)
 
@@ -49,6 +54,10 @@ def collective(function: F) -> F:
         try:
             return function(*args, **kwargs)
         except RuntimeError as error:
+            if is_lost_rank(error) and (text := reported_divergence(wait=False)):
+                diverged = StepError(text)
+                diverged.is_agreed = True
+                raise diverged from error
             add_note(error, function.__name__)
             raise
         finally:
@@ -62,6 +71,49 @@ def after_forward(name: str, *_: object) -> None:
     error = sys.exc_info()[1]
     if isinstance(error, RuntimeError):
         add_note_outside_calls(error, f"the forward pass of {name}")
+
+
+def collective_in_progress() -> str | None:
+    """Return a description of the collective that the main thread is in; None if it is in none; for other threads.
+
+    The innermost frames of the main thread tell: they are torch's while it waits in a collective.
+    """
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    inner = None
+    for _ in range(8):
+        if frame is None:
+            return None
+        if frame.f_code.co_filename.endswith(_FILES_OF_COLLECTIVES):
+            inner = frame.f_code.co_name
+            break
+        if "/torch/" not in frame.f_code.co_filename:
+            return None
+        frame = frame.f_back
+    while frame is not None and "/torch/" in frame.f_code.co_filename:
+        if frame.f_code.co_name not in ("wrapper", "inner"):
+            inner = frame.f_code.co_name
+        frame = frame.f_back
+    if inner is None or frame is None:
+        return inner
+    return f"{inner}, called at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def report_divergence(text: str) -> None:
+    """Write to the store that the ranks run different units; other ranks raise this text in place of torch's error."""
+    default_store().set(_DIVERGENCE, text)
+
+
+def reported_divergence(*, wait: bool) -> str | None:
+    """Return what `report_divergence` wrote; None if nothing. With ``wait``, wait for it for a few seconds."""
+    until = time.monotonic() + (_DIVERGENCE_SECONDS if wait else 0)
+    with contextlib.suppress(Exception):  # the store may be lost, too
+        while True:
+            if default_store().check([_DIVERGENCE]):
+                return str(default_store().get(_DIVERGENCE).decode())
+            if time.monotonic() >= until:
+                break
+            time.sleep(0.02)
+    return None
 
 
 def is_lost_rank(error: BaseException) -> bool:

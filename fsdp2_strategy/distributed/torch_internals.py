@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cast_fp_tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
 
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 StridedShard = _StridedShard
-tree_flatten, tree_leaves, tree_map = _pytree.tree_flatten, _pytree.tree_leaves, _pytree.tree_map
+tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
+tree_leaves, tree_map = _pytree.tree_leaves, _pytree.tree_map
 
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """torch 2.13 renames the function, and warns about calls by the earlier name."""
@@ -82,9 +84,9 @@ def pre_backward_hook(state: FSDPState) -> Callable[..., Any]:
     return state._pre_backward
 
 
-def is_gathered_for_backward(state: FSDPState) -> bool:
-    """Return whether a unit's pre-backward hook has run in the current backward pass."""
-    return state._training_state == TrainingState.PRE_BACKWARD
+def is_gathered_for_backward(state_or_param_group: Any) -> bool:
+    """Return whether a unit's pre-backward hook has run in the current backward pass, and its reduction has not."""
+    return bool(state_or_param_group._training_state == TrainingState.PRE_BACKWARD)
 
 
 def mark_forward(state: FSDPState) -> None:
@@ -105,6 +107,17 @@ def forget_forward_root(state: FSDPState) -> None:
     state._state_ctx.iter_forward_root = None
 
 
+def run_after_backward(state: FSDPState, function: Callable[[], None]) -> None:
+    """Run a function at the end of each backward pass of a root state, after the gradients of all units are reduced."""
+    finish = state._root_post_backward_final_callback
+
+    def finish_and_run() -> None:
+        finish()
+        function()
+
+    state.__dict__["_root_post_backward_final_callback"] = finish_and_run
+
+
 def prefetch_for_forward(state: FSDPState) -> None:
     """Start the all-gathers of the units that this unit is set to prefetch in its forward."""
     for ahead in state._states_to_forward_prefetch:
@@ -118,6 +131,7 @@ def prefetch_for_forward(state: FSDPState) -> None:
 UNIT_CALLS = {
     "gather": "unshard",
     "gather for forward": "pre_forward",
+    "hook inputs for reduce": "_register_post_backward_hook",
     "reduce": "post_backward",
     "choose gradient dtypes": "_init_mp_dtypes",
     "record forward order": "_record_post_forward",
@@ -137,6 +151,23 @@ def replace_call(param_group: FSDPParamGroup, call: str, function: Callable[...,
         param_group.__dict__.pop(UNIT_CALLS[call], None)
     else:
         param_group.__dict__[UNIT_CALLS[call]] = function
+
+
+def hook_inputs(param_group: FSDPParamGroup, function: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Apply FSDP2's hook on a unit's inputs, which reduces the unit in backward, with another autograd function.
+
+    Args:
+        param_group: the parameter group of the unit.
+        function: an autograd function that takes the place of FSDP2's ``RegisterPostBackwardFunction``.
+        args: positional inputs.
+        kwargs: keyword inputs.
+    """
+    own = _fsdp_param_group.RegisterPostBackwardFunction
+    _fsdp_param_group.RegisterPostBackwardFunction = function  # type: ignore[misc]
+    try:
+        return original_call(param_group, "hook inputs for reduce")(args, kwargs)  # type: ignore[no-any-return]
+    finally:
+        _fsdp_param_group.RegisterPostBackwardFunction = own  # type: ignore[misc]
 
 
 def module_of(param_group: FSDPParamGroup) -> nn.Module:
@@ -162,6 +193,11 @@ def is_gathered(param_group: FSDPParamGroup) -> bool:
 def gathering_ranks(param_group: FSDPParamGroup) -> int:
     """Return how many ranks take part in a unit's all-gather."""
     return param_group._all_gather_process_group.size()
+
+
+def gradient_ranks(param_group: FSDPParamGroup) -> int:
+    """Return over how many ranks a unit's gradients are reduced: its shards and replicas."""
+    return int(param_group.mesh_info.mesh.size())
 
 
 def gather(param_group: FSDPParamGroup) -> None:
@@ -438,7 +474,9 @@ def schema_of(operator: Any) -> Any:
 
 # --- modules, optimizers and loaders --------------------------------------------------------------------------------
 
-ATTRIBUTES_OF_FSDP = ("_is_fsdp_managed_module", "_compiled_call_impl")
+IS_MANAGED = "_is_fsdp_managed_module"
+"""Attribute that `fully_shard` sets on the modules of a unit; transformers reads it."""
+ATTRIBUTES_OF_FSDP = (IS_MANAGED, "_compiled_call_impl")
 """Attributes that torch sets on a module, and that a copy of the module must not have."""
 STATE_OF_FSDP = "__composable_api_state_key"
 """Prefix of the attribute in which `fully_shard` stores a module's state."""

@@ -23,9 +23,10 @@ from fsdp2_strategy.distributed.torch_internals import (
     reset_sharded_parameter,
     shard_of,
 )
-from fsdp2_strategy.model.fsdp_state import is_sharded, parameter_groups
-from fsdp2_strategy.model.gradients import average_gradient
+from fsdp2_strategy.model.fsdp_state import parameter_groups
+from fsdp2_strategy.model.gradients import replicated_gradients
 from fsdp2_strategy.model.placeholders import is_computed, is_offloaded_tensor
+from fsdp2_strategy.model.wrappers import unwrap_model
 
 _uninitialised: MutableMapping[torch.Tensor, bool] = WeakTensorKeyDictionary()
 """Tensors that are allocated but not filled yet; keys are compared by identity."""
@@ -37,7 +38,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     Tied tensors stay tied. The new tensors count as uninitialised until `mark_initialised`. For sharded parameters,
     only this rank's shards are allocated; with ``CPUOffloadPolicy``, in host memory. FSDP2 pads and pins the shards.
     """
-    sharded = is_sharded(model)
+    replicated = replicated_gradients(unwrap_model(model))
     offloaded = {
         id(shard_of(p)) for each in parameter_groups(model) for p in parameters_of(each) if is_offloaded_to_cpu(p)
     }
@@ -47,8 +48,8 @@ def materialize(model: nn.Module, device: torch.device) -> None:
         if id(tensor) not in allocated:
             new = _empty_like(tensor, torch.device("cpu") if id(tensor) in offloaded else device)
             _uninitialised[new] = True
-            if sharded and isinstance(new, nn.Parameter) and not isinstance(tensor, DTensor):
-                average_gradient(new)
+            if replicated is not None and isinstance(new, nn.Parameter) and not isinstance(tensor, DTensor):
+                replicated.add(new, instead_of=tensor)
             allocated[id(tensor)] = new
         return allocated[id(tensor)]
 

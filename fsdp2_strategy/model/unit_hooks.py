@@ -22,9 +22,10 @@ ORDER: dict[str, tuple[str, ...]] = {
     # Run the offload hook first: it must raise before the divergence check waits for other ranks.
     "gather": ("offload", "divergence"),
     "gather for forward": ("prefetch order",),
-    # Run "unequal gradients" first: it adds zero gradients for parameters that only other ranks used, and the other
-    # hooks check the gradients to reduce.
-    "reduce": ("unequal gradients", "units that never ran", "divergence"),
+    "hook inputs for reduce": ("missing gradients",),
+    # Run "unequal gradients" and "missing gradients" first: they add zero gradients for parameters that only other
+    # ranks used, and the other hooks check the gradients to reduce.
+    "reduce": ("unequal gradients", "missing gradients", "units that never ran", "divergence"),
     # Master weights in the optimizer need fp32 gradients, so their hook is outermost and overrides the other hook.
     "choose gradient dtypes": ("masters in the optimizer", "units that are frozen at first"),
     "record forward order": ("replicated encoder",),

@@ -35,6 +35,7 @@ from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import control_device, current_device, group_in_use, world_size
 from fsdp2_strategy.distributed.same_batch import check_losses_of_groups
 from fsdp2_strategy.distributed.torch_internals import local_of
+from fsdp2_strategy.distributed.unit_log import current_log
 from fsdp2_strategy.errors import StepError, counted
 from fsdp2_strategy.model.buffers import have_buffers_changed
 from fsdp2_strategy.model.buffers import sync_buffers as sync
@@ -45,6 +46,7 @@ from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.optim.accumulation import LossScale, ReducedStep, accumulation_of
 from fsdp2_strategy.optim.step_sums import MicroBatchSums, checked_tokens
+from fsdp2_strategy.optim.used_parameters import remove_unused_gradients, used_numbers
 from fsdp2_strategy.sharding.shard import check_dtypes
 from fsdp2_strategy.sharding.vision_encoders import may_have_unequal_gradients
 
@@ -294,16 +296,18 @@ def clip_grad_norm(parameters: nn.Module | Iterable[torch.Tensor], max_norm: flo
     Raises:
         OffloadError: ``parameters`` is a model that is offloaded.
     """
+    model = None
     if isinstance(parameters, nn.Module):
         model = unwrap_model(parameters)
         check_resident(model, "clip its gradients")
         reshard(model)
         parameters = model.parameters()
     parameters = list(parameters)
-    grads = _gradients(parameters)
     with on_ranks_of(parameters):
-        squares, _ = _sum_over_ranks(grads)
-    return _scale(grads, math.sqrt(squares), max_norm)
+        used = [] if model is None else used_numbers(parameters, model, world_size())
+        squares, used = _sum_over_ranks(_gradients(parameters), *used)
+        remove_unused_gradients(parameters, used, world_size())
+    return _scale(_gradients(parameters), math.sqrt(squares), max_norm)
 
 
 def _gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -434,12 +438,14 @@ def _reduce(
     """
     is_changed = sync_buffers != "off" and have_buffers_changed(root)
     with on_ranks_of(parameters):
-        squares, (changed, deferred, *of_micro_batches) = _sum_over_ranks(
-            _gradients(parameters), is_changed, has_deferred_error(), *sums.values()
+        own, used = sums.values(), used_numbers(parameters, root, world_size())
+        squares, (changed, deferred, *totals) = _sum_over_ranks(
+            _gradients(parameters), is_changed, has_deferred_error(), *own, *used
         )
         if deferred:
             raise_deferred_error()
-        loss, tokens, divisor = sums.totals(of_micro_batches, world_size(), ranks_per_layer(root))
+        loss, tokens, divisor = sums.totals(totals[: len(own)], world_size(), ranks_per_layer(root))
+        remove_unused_gradients(parameters, totals[len(own) :], world_size())
     return ReducedStep(
         norm=math.sqrt(squares) / ((scale.value if scale else 1.0) * divisor),
         divisor=divisor,
@@ -505,7 +511,9 @@ def _sum_over_ranks(grads: list[torch.Tensor], *values: float | torch.Tensor) ->
         grouped[local.device, local.dtype, _copies(grad)].append(local)
     on_accelerator = any(grad.device.type != "cpu" for grad in grads)
     device = current_device() if on_accelerator else control_device()
-    numbers = [0.0, *(0.0 if isinstance(value, torch.Tensor) else float(value) for value in values)]
+    log = current_log()
+    units = [] if log is None else log.numbers()
+    numbers = [0.0, *(0.0 if isinstance(value, torch.Tensor) else float(value) for value in values), *units]
     # A copy that blocks would synchronise with an accelerator; one to the CPU must block before its result is used.
     total = torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
     for place, value in enumerate(values, start=1):
@@ -515,9 +523,14 @@ def _sum_over_ranks(grads: list[torch.Tensor], *values: float | torch.Tensor) ->
         norms = torch._foreach_norm(locals_, 2, dtype=torch.promote_types(dtype, torch.float32))
         squares = torch.stack(norms).double().square_().sum()
         total[0] += (squares / copies).to(device, non_blocking=True)
-    dist.all_reduce(total, group=group_in_use())
+    if log is None:
+        dist.all_reduce(total, group=group_in_use())
+    else:
+        log.all_reduce(total, "takes an optimizer step")
     of_gradients, *sums = total.tolist()
-    return of_gradients, sums
+    if log is not None:
+        log.check(sums[len(values) :])
+    return of_gradients, sums[: len(values)]
 
 
 def _copies(grad: torch.Tensor) -> int:

@@ -122,6 +122,8 @@ class BypassHooks:
         self._kind: _PassKind | None = None
         """The kind of the running pass; None if none is running."""
         self._prefetch: PrefetchOrder | None = None
+        self.on_bypass: Callable[[nn.Module], None] | None = None
+        """Is called with each unit whose forward is bypassed."""
         for module, around in self._units_around.items():
             if not around:
                 module.register_forward_pre_hook(self._check_running)
@@ -292,6 +294,8 @@ class BypassHooks:
             self._open.remove(other)
         self._open.append(unit)
         self._are_hooks_needed = True
+        if self.on_bypass is not None and not unit.was_bypassed:
+            self.on_bypass(unit.module)
         if self._bypassed_names is not None:
             self._bypassed_names.add(unit.name)
         return unit.open(module, args, kwargs)

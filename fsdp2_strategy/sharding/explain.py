@@ -50,6 +50,7 @@ def explain(
     block_class_names: Sequence[str] = (),
     min_unit_params: int | None = None,
     ignored_modules: Sequence[str] = (),
+    conditional_modules: Sequence[str] = (),
     mixed_mm_data: MixedData | None = None,
     reshard_after_forward: bool | int = True,
     cpu_offload: bool = False,
@@ -117,6 +118,7 @@ def explain(
         block_class_names,
         min_unit_params=min_unit_params,
         ignored_modules=ignored_modules,
+        conditional_modules=conditional_modules,
         mixed_mm_data=mixed_mm_data,
         experts=experts.values(),
     )

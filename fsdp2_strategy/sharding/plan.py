@@ -47,11 +47,12 @@ from fsdp2_strategy.sharding.blocks import (
     parameter_count,
     vocabulary_modules,
 )
-from fsdp2_strategy.sharding.ignored import find_ignored
 from fsdp2_strategy.sharding.input_casts import CastInputs, inputs_to_cast
 from fsdp2_strategy.sharding.known_policies import ENTRY_POINTS, Policy, policy_of
+from fsdp2_strategy.sharding.matching import matching_modules
 from fsdp2_strategy.sharding.module_tree import ModuleTree
 from fsdp2_strategy.sharding.precision import Precision
+from fsdp2_strategy.sharding.skipped_units import layerdrop_of
 from fsdp2_strategy.sharding.vision_encoders import VisionEncoder, find_vision_encoder
 
 
@@ -146,11 +147,29 @@ class ShardPlan:
             yield "the model has no vision encoder, so mixed_mm_data has no effect."
         if self.precision.is_training and not any(p.requires_grad for p in self.model.parameters()):
             yield "no parameter is trainable."
+        if self.precision.is_training:
+            yield from self._notes_on_skipped()
         if self.bypassed:
             yield (
                 f"the forward of {self.bypassed} is bypassed; their submodules gather them, and "
                 "activation_checkpointing and compile_blocks have no effect on them."
             )
+
+    def _notes_on_skipped(self) -> Iterator[str]:
+        """Yield a sentence for each kind of modules that ranks may skip; see [Note: skipped units]."""
+        units = {unit.module for unit in self.units}
+        drops = max(map(layerdrop_of, self.model.modules()))
+        if drops:
+            yield (
+                f"layerdrop is {drops:g}, so ranks skip different layers: each rank also gathers the layers that it "
+                "skips. Set it to 0 to save this time."
+            )
+        for name, module in self.model.named_modules():
+            if isinstance(module, nn.ModuleDict) and len(entries := units.intersection(module.children())) > 1:
+                yield (
+                    f"ranks may use different entries of {clean(name)}: each rank gathers all {len(entries)}, in the "
+                    "order of the entries."
+                )
 
     def _unexpected_in(self, root: Unit) -> int:
         """Return the number of parameters of the root unit that belong to neither an embedding nor a head.
@@ -216,6 +235,7 @@ def plan_units(
     *,
     min_unit_params: int | None = None,
     ignored_modules: Sequence[str] = (),
+    conditional_modules: Sequence[str] = (),
     mixed_mm_data: MixedData | None = None,
     experts: Collection[nn.Module] = (),
 ) -> ShardPlan:
@@ -229,7 +249,8 @@ def plan_units(
             work with this model.
     """
     model = unwrap_model(model)
-    ignored = find_ignored(model, ignored_modules)
+    ignored = matching_modules(model, ignored_modules, "ignore modules")
+    conditional = matching_modules(model, conditional_modules, "keep modules out of units of their own")
     blocks = choose_blocks(model, block_class_names, min_unit_params, ignored)
     tree = ModuleTree(model, ignored)
     if not tree.parameters:
@@ -252,6 +273,8 @@ def plan_units(
             kinds.pop(module, None)
         if mixed_mm_data == "replicate":
             kinds[encoder.module] = "vision"
+    for module in (inner for outer in conditional for inner in outer.modules()):
+        kinds.pop(module, None)
     _unify_shared(tree, kinds)
     compute_dtypes, parent_dtypes = _split_by_dtype(tree, kinds, precision)
     if encoder and mixed_mm_data != "dummy":

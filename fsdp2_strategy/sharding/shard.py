@@ -43,11 +43,13 @@ from fsdp2_strategy.sharding.bypassed_units import BypassHooks, clone_view_outpu
 from fsdp2_strategy.sharding.expert_parallel import divide_experts, plan_experts
 from fsdp2_strategy.sharding.gradient_dtypes import fix_gradient_dtypes, reduce_to_fp32
 from fsdp2_strategy.sharding.input_casts import cast_first, cast_inputs, cast_outputs
+from fsdp2_strategy.sharding.missing_gradients import fill_missing_gradients
 from fsdp2_strategy.sharding.plan import ShardPlan, modules_to_recompute, plan_units
 from fsdp2_strategy.sharding.precision import Precision
 from fsdp2_strategy.sharding.prefetch import PrefetchOrder
-from fsdp2_strategy.sharding.rank_divergence import detect_divergence
+from fsdp2_strategy.sharding.rank_divergence import watch_units
 from fsdp2_strategy.sharding.same_weights import check_same_everywhere
+from fsdp2_strategy.sharding.skipped_units import SkippedUnits
 from fsdp2_strategy.sharding.tensor_check import check_tensor_plan
 from fsdp2_strategy.sharding.tensor_parallel import check_batches, split_layers
 from fsdp2_strategy.sharding.tensor_plan import TensorPlan, plan_tensor_parallel
@@ -81,6 +83,7 @@ def shard_model(
     block_class_names: Sequence[str] = (),
     min_unit_params: int | None = None,
     ignored_modules: Sequence[str] = (),
+    conditional_modules: Sequence[str] = (),
     reshard_after_forward: bool | int = True,
     cpu_offload: bool = False,
     prefetch_depth: int | None = None,
@@ -88,7 +91,6 @@ def shard_model(
     compile_blocks: bool | str = False,
     forward_methods: Sequence[str] = ("generate",),
     mixed_mm_data: MixedData | None = None,
-    debug_divergence_seconds: float = 0.0,
     tensor_parallel_plan: Mapping[str, str] | None = None,
     expert_parallel_size: int = 1,
 ) -> nn.Module:
@@ -120,8 +122,10 @@ def shard_model(
         block_class_names: class names of the blocks; if empty, `find_blocks` chooses them.
         min_unit_params: make units of modules with at least this many parameters; see `find_blocks`.
         ignored_modules: regular expressions for full dotted names of modules that are not sharded: every rank holds
-            their parameters as plain, full tensors. The gradient of each of these parameters is averaged in its own
-            all-reduce, so all ranks must use the same subset of them in a backward pass.
+            their parameters as plain, full tensors. One all-reduce averages their gradients at the end of each backward
+            pass.
+        conditional_modules: regular expressions for full dotted names of modules that only some ranks run: they and the
+            modules within them are no units of their own; see [Note: skipped units] in `skipped_units`.
         reshard_after_forward: free the gathered parameters of a unit after its forward, and gather them again in
             backward. With an int, keep them sharded over groups of that many ranks in between.
         cpu_offload: keep shards, gradients and optimizer state in host memory.
@@ -137,8 +141,6 @@ def shard_model(
         tensor_parallel_plan: how layers are split along the axis "tp" of the mesh: styles of transformers by names of
             modules and parameters, with ``*`` for numbers; by default the plan of the model. See [Note: tensor plans]
             in `tensor_plan`.
-        debug_divergence_seconds: if positive, raise an error that names the rank and the unit when a rank runs a
-            different unit than the others, or no unit for this many seconds; see `rank_divergence`.
         expert_parallel_size: number of successive ranks among which the experts of a mixture-of-experts model are
             divided, by the model's own plan; see `expert_mesh` for the numbers that fit.
 
@@ -180,6 +182,7 @@ def shard_model(
                 block_class_names,
                 min_unit_params=min_unit_params,
                 ignored_modules=ignored_modules,
+                conditional_modules=conditional_modules,
                 mixed_mm_data=mixed_mm_data,
                 experts=experts.values(),
             )
@@ -198,7 +201,6 @@ def shard_model(
             reshard,
             cpu_offload,
             tuple(recomputed),
-            debug_divergence_seconds,
         )
         check_same_everywhere(name, (plan.signature(), options, layers), plan.parameters())
         for warning in plan.warnings():
@@ -227,7 +229,10 @@ def shard_model(
             fix_gradient_dtypes(param_group)
             if masters_in_optimizer:
                 reduce_to_fp32(param_group)
-        _add_collective_hooks(plan, debug_divergence_seconds)
+        _add_collective_hooks(plan)
+        if not (plan.policy and plan.policy.bypassed):
+            kinds = {unit.module: unit.kind for unit in plan.units}
+            hooks.on_bypass = SkippedUnits(root, kinds, ignored).exclude
         hooks.add_entry_points((*forward_methods, *plan.entry_points), _prefetch_order(plan, prefetch_depth))
         state = model_state(root)
         state.set(_IS_FOR_TRAINING, is_training)
@@ -402,11 +407,13 @@ def _prefetch_order(plan: ShardPlan, depth: int | None) -> PrefetchOrder | None:
     return None if depth is None else PrefetchOrder(units, depth)
 
 
-def _add_collective_hooks(plan: ShardPlan, debug_divergence_seconds: float) -> None:
+def _add_collective_hooks(plan: ShardPlan) -> None:
     """Register the hooks for ranks without images, and those that detect ranks that run different units."""
-    if debug_divergence_seconds:
-        detect_divergence(plan.model, debug_divergence_seconds)
+    watch_units(plan.model)
     encoder = plan.vision_encoder
+    # Units that the vision encoder may belong to exchange which gradients exist, before each reduction.
+    of_images = {plan.model, encoder.module} if encoder is not None else set()
+    fill_missing_gradients(group for group in parameter_groups(plan.model) if module_of(group) not in of_images)
     if encoder is None:
         return
     if plan.mixed_mm_data == "dummy":
@@ -418,7 +425,7 @@ def _add_collective_hooks(plan: ShardPlan, debug_divergence_seconds: float) -> N
         skip_units_that_never_ran(group)
     if plan.mixed_mm_data == "replicate":
         exclude_from_prefetch(param_groups[encoder.module])
-    add_zero_gradients(plan.model, [param_groups[m] for m in (plan.model, encoder.module) if m in param_groups])
+    add_zero_gradients(plan.model, [param_groups[m] for m in of_images if m in param_groups])
 
 
 def _add_cast_hooks(plan: ShardPlan) -> None:

@@ -23,7 +23,7 @@ from fsdp2_strategy.distributed.mesh import build_mesh, data_parallel_mesh
 from fsdp2_strategy.distributed.process_group import current_device
 from fsdp2_strategy.errors import ShardError
 from fsdp2_strategy.hf.skeleton import keep_recorded_outputs
-from fsdp2_strategy.model.gradients import average_gradient
+from fsdp2_strategy.model.gradients import average_gradients
 from fsdp2_strategy.sharding.plan import ShardPlan, Unit
 from fsdp2_strategy.sharding.precision import Precision
 
@@ -41,7 +41,8 @@ def shard_units(
     Units of the kind "experts" are sharded on ``expert_view``, a mesh from `expert_mesh`.
     """
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
-    shard = functools.partial(fully_shard, mesh=mesh, offload_policy=offload, ignored_params=_replicate(plan))
+    replicated = _replicate(plan)
+    shard = functools.partial(fully_shard, mesh=mesh, offload_policy=offload, ignored_params=set(replicated))
     of_experts = mesh if expert_view is None else data_parallel_mesh(expert_view)
     root_policy = MixedPrecisionPolicy()
     for unit in sorted(plan.units, key=lambda unit: -unit.depth):
@@ -58,6 +59,8 @@ def shard_units(
         if unit.kind == "head" and unit.stays_gathered and reshard_after_forward:
             unit.module.register_forward_hook(_reshard_without_backward)
     shard(plan.model, mp_policy=root_policy, reshard_after_forward=_reshard_of_root(reshard_after_forward))
+    if replicated:
+        average_gradients(plan.model, replicated)
     for module in (plan.model, *(unit.module for unit in plan.units)):
         keep_recorded_outputs(module)
 
@@ -120,12 +123,8 @@ def _policy(unit: Unit, precision: Precision) -> MixedPrecisionPolicy:
     )
 
 
-def _replicate(plan: ShardPlan) -> set[nn.Parameter]:
-    """Cast the parameters that are not sharded, move them to the device, and register hooks that average gradients.
-
-    Returns:
-        The parameters that are not sharded.
-    """
+def _replicate(plan: ShardPlan) -> list[nn.Parameter]:
+    """Cast the parameters that are not sharded, move them to the device, and return them in the plan's order."""
     dtypes = {p: unit.compute_dtype for unit in plan.ignored for p in unit.parameters.values()}
     for name, parameter in plan.replicated.items():
         dtype = plan.precision.stored_dtype(parameter, plan.precision.compute_dtype(name, parameter))
@@ -135,5 +134,4 @@ def _replicate(plan: ShardPlan) -> set[nn.Parameter]:
     for parameter, dtype in dtypes.items():
         device = parameter.device if parameter.is_meta else current_device()
         parameter.data = parameter.data.to(device, dtype if parameter.is_floating_point() else None)
-        average_gradient(parameter)
-    return set(dtypes)
+    return list(dtypes)

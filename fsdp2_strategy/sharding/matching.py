@@ -1,4 +1,4 @@
-"""Find the modules that the user excludes from sharding.
+"""Find the modules that the user names in a setting.
 
 Input: a model, and regular expressions for the names of its modules. Output: modules, for `plan`.
 """
@@ -14,8 +14,13 @@ from fsdp2_strategy.errors import ShardError, did_you_mean
 from fsdp2_strategy.model.names import clean
 
 
-def find_ignored(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
+def matching_modules(model: nn.Module, patterns: Sequence[str], action: str) -> list[nn.Module]:
     """Return the modules whose full dotted name matches a pattern, without modules inside another match.
+
+    Args:
+        model: any module; it is only read.
+        patterns: regular expressions.
+        action: the purpose of the setting, for the message of an error.
 
     Raises:
         ShardError: a pattern matches no module, or a pattern matches the model itself.
@@ -27,7 +32,7 @@ def find_ignored(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
             what = "the model itself" if found else f"no module of {type(model).__name__}"
             within = [name for name, _ in names if name]
             raise ShardError(
-                f"cannot ignore modules: the pattern {pattern!r} matches {what}, expected a regular expression that "
+                f"cannot {action}: the pattern {pattern!r} matches {what}, expected a regular expression that "
                 f"matches the full names of modules within it. The first names are {', '.join(within[:3])}."
                 f"{did_you_mean(pattern, within)}"
             )

@@ -1,0 +1,486 @@
+"""Raise an error on every rank if the ranks run different units, instead of mixing their values or waiting forever.
+
+Input: a call before and after each gather and reduction of a unit, and each of this package's own all-reduces. Output:
+nothing, or an error on every rank that names the units and the ranks.
+
+[Note: same units on all ranks] Collectives are paired by position. If one rank gathers a unit while another gathers or
+reduces a different one, the values of both are wrong, or the ranks wait for each other until the time-out. So each rank
+keeps a log of the units that it gathers and reduces. It is compared in three ways, none of which is a collective:
+
+1. Ranks of one host share a *board* in memory. Before a collective, a rank writes its entry on the board and reads
+   those of the other ranks. If an entry differs, the collective does not begin. A rank that already waits in its own
+   collective is released: the others take part in it, and then all raise.
+2. Ranks of several hosts compare a digest of the log, which travels with the next all-reduce that this package makes:
+   that of the gradient norm, or that of an agreement (`agreement.any_rank`), for example before a checkpoint is saved.
+3. A rank that waits in a collective for a few seconds publishes its log in the store of the process group. If the logs
+   of two ranks differ, or all ranks wait in different calls, it closes its connections, so that every rank raises.
+
+A rank that is slow, because it loads data or compiles, causes no error: its log is a part of the logs of the others,
+and it does not wait in a collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import mmap
+import os
+import secrets
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, get_args
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+
+from fsdp2_strategy.distributed.equal_values import digest_numbers, is_equal
+from fsdp2_strategy.distributed.lost_ranks import (
+    collective_in_progress,
+    disconnect,
+    is_lost_rank,
+    report_divergence,
+    reported_divergence,
+)
+from fsdp2_strategy.distributed.process_group import control_device, group_in_use, ranks_of
+from fsdp2_strategy.distributed.torch_internals import default_store
+from fsdp2_strategy.errors import StepError
+
+WATCH_SECONDS = 1.0
+"""How often a rank checks whether it waits in a collective."""
+PATIENCE = 4
+"""After how many checks without progress a rank publishes its log."""
+_LENGTH = 1024
+"""How many entries of each rank the board holds."""
+_MOST_ENTRIES = 50_000
+"""From this number on, a digest takes the place of earlier entries, in programs that make no comparison for long."""
+_MOST_PUBLISHED = 2000
+_ENTERED, _REFUSED = 1, 2
+
+Action = Literal["takes an optimizer step", "makes another collective call, or has failed"]
+"""What this package's own all-reduces are for, as a predicate of "rank 1"."""
+
+
+class UnitLog:
+    """The log of one process group; see [Note: same units on all ranks]. To create one is collective.
+
+    Args:
+        group: the ranks that run the same units.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = ref(group)
+        self._ranks = ranks_of(group)
+        self._own = dist.get_rank(group)
+        self._texts: dict[int, str] = {}
+        self._helpers: dict[int, Callable[[], bool]] = {}
+        self._entries: list[int] = []
+        """Entries since the last comparison of digests."""
+        self._count = 0
+        """Number of entries so far."""
+        self._is_inside = False
+        """Whether this rank is in the collective of its last entry."""
+        self._handled = 0
+        """Number of entries up to the last error."""
+        self._actions = {action: self.register(action, "", lambda: False) for action in get_args(Action)}
+        self._board = _Board.shared_by(group)
+        self._watcher = _Watcher(self) if len(self._ranks) > 1 else None
+        self._name = _token_of_rank_0(group)
+        self.models = 0
+        """Number of models whose units the log has; the ranks have prepared them in the same order."""
+        self._comparisons = 0
+
+    def register(self, text: str, key: str, help_others: Callable[[], bool]) -> int:
+        """Return the entry of an action, which is the same on all ranks.
+
+        Args:
+            text: the action, as a predicate of "rank 1", such as "gathers layers.0 of Llama".
+            key: distinguishes actions of the same text.
+            help_others: takes part in this collective without using its result, for ranks that have begun it; returns
+                whether it could.
+        """
+        entry = _hash(f"{text}/{key}")
+        self._texts[entry] = text
+        self._helpers[entry] = help_others
+        return entry
+
+    def all_reduce(self, total: torch.Tensor, action: Action) -> None:
+        """All-reduce numbers in float64 over the ranks of the group, noted in the log as an action.
+
+        Raises:
+            StepError: on every rank, if another rank does something else.
+        """
+        reduce = functools.partial(dist.all_reduce, total, group=self._group())
+        self.run(self._actions[action], reduce, length=len(total))
+
+    def begin(self, entry: int, length: int = 0) -> None:
+        """Note that this rank begins a collective; call `end` after it.
+
+        Args:
+            entry: the entry of the collective.
+            length: how many numbers it sums, if it is an `all_reduce`.
+
+        Raises:
+            StepError: on every rank, if another rank does something else.
+        """
+        place = self._count
+        self._count += 1
+        if len(self._entries) == _MOST_ENTRIES:
+            self._entries = [
+                int.from_bytes(hashlib.blake2b(repr(self._entries).encode(), digest_size=7).digest(), "big")
+            ]
+        self._entries.append(entry)
+        self._is_inside = True
+        if self._watcher is not None:
+            self._watcher.start()
+        if self._board is not None and not self._board.enter(place, entry, length, after=self._handled):
+            self._refuse(place)
+
+    def end(self) -> None:
+        """Note that this rank's collective has ended.
+
+        Raises:
+            StepError: on every rank, if another rank did something else meanwhile.
+        """
+        self._is_inside = False
+        if self._board is not None and self._board.conflict > self._handled:
+            self._raise_conflict(self._board.conflict - 1)
+
+    def run(self, entry: int, collective: Callable[[], Any], length: int = 0) -> Any:
+        """Run a collective between `begin` and `end`.
+
+        Raises:
+            StepError: on every rank, if another rank does something else.
+        """
+        self.begin(entry, length)
+        try:
+            result = collective()
+        except RuntimeError as error:
+            self._is_inside = False
+            if is_lost_rank(error) and (text := reported_divergence(wait=True)):
+                raise _agreed(text) from error
+            raise
+        self.end()
+        return result
+
+    # --- comparison of digests --------------------------------------------------------------------------------------
+
+    def numbers(self) -> list[float]:
+        """Return the numbers to sum over the ranks for `check`."""
+        return digest_numbers(self._entries)
+
+    def check(self, sums: list[float]) -> None:
+        """Raise if the entries since the last call of this method differ between ranks, from the sums of `numbers`.
+
+        Not collective, unless it raises.
+
+        Raises:
+            StepError: on every rank.
+        """
+        entries, self._entries = self._entries, []
+        self._comparisons += 1
+        if is_equal(sums, len(self._ranks)):
+            return
+        logs: list[list[int]] = [[]] * len(self._ranks)
+        dist.all_gather_object(logs, entries, group=self._group())
+        texts: list[dict[int, str]] = [{}] * len(self._ranks)
+        dist.all_gather_object(texts, self._texts, group=self._group())
+        self._texts = {entry: text for of_rank in texts for entry, text in of_rank.items()}
+        place = next(i for i in range(max(map(len, logs))) if len({tuple(log[i : i + 1]) for log in logs}) > 1)
+        raise _agreed(self._message([log[place] if place < len(log) else None for log in logs]))
+
+    # --- the board --------------------------------------------------------------------------------------------------
+
+    def _refuse(self, place: int) -> None:
+        """Release ranks that have begun a collective which this rank does not take part in, and raise."""
+        assert self._board is not None
+        self._is_inside = False
+        begun = self._board.begun(place)
+        if begun is not None:
+            self._is_inside = True  # the watcher ends this if a rank never comes
+            if not self._help(*begun):
+                report_divergence(self._message(self._board.entries(place)))
+                disconnect()
+            self._is_inside = False
+        self._raise_conflict(place)
+
+    def _help(self, entry: int, length: int) -> bool:
+        """Take part in a collective without using its result; return whether this was possible."""
+        if length:
+            device = control_device()
+            dist.all_reduce(torch.zeros(length, dtype=torch.float64, device=device), group=self._group())
+            return True
+        help_others = self._helpers.get(entry)
+        return help_others is not None and help_others()
+
+    def _raise_conflict(self, place: int) -> None:
+        assert self._board is not None
+        self._board.wait_for_all(place)
+        entries = self._board.entries(place)
+        self._handled = place + 1
+        self._entries.clear()
+        raise _agreed(self._message(entries))
+
+    def _message(self, entries: list[int | None]) -> str:
+        def text(entry: int | None) -> str:
+            return "ran nothing further" if entry is None else self._texts.get(entry, "runs a unit of another model")
+
+        each = ", ".join(f"rank {rank} {text(entry)}" for rank, entry in zip(self._ranks, entries, strict=True))
+        return (
+            f"cannot continue: the ranks run different units: {each}, expected the same units in the same order on "
+            "every rank, and equally many passes. Ranks may skip different entries of a ModuleList or ModuleDict, if "
+            "all ranks run them in one order. For other modules that only some ranks run, set conditional_modules. If "
+            "only some ranks have images, set mixed_mm_data."
+        )
+
+    # --- the watcher ------------------------------------------------------------------------------------------------
+
+    def look(self) -> tuple[int, bool]:
+        """Return the number of entries, and whether the main thread is in a collective; for the watcher."""
+        return self._count, self._is_inside or collective_in_progress() is not None
+
+    def compare_published(self) -> None:
+        """Publish this rank's log, compare it with those that others have published, and break off if they differ."""
+        store = default_store()
+        prefix = f"fsdp2_strategy/units/{self._name}"
+        entries = self._entries[-_MOST_PUBLISHED:]
+        own = {
+            "comparisons": self._comparisons,
+            "first": len(self._entries) - len(entries),
+            "entries": entries,
+            "texts": {str(entry): self._texts[entry] for entry in set(entries)},
+            "call": collective_in_progress() or "a collective",
+            "count": self._count,
+        }
+        store.set(f"{prefix}/{self._own}", json.dumps(own))
+        keys = [f"{prefix}/{i}" for i in range(len(self._ranks))]
+        present = {i: json.loads(store.get(key)) for i, key in enumerate(keys) if store.check([key])}
+        logs = {i: each for i, each in present.items() if each["comparisons"] == self._comparisons}
+        for each in logs.values():
+            self._texts |= {int(entry): text for entry, text in each["texts"].items()}
+        text = self._difference(logs)
+        if text is None and len(logs) == len(self._ranks) and len({each["count"] for each in logs.values()}) > 1:
+            waiting = ", ".join(
+                f"rank {self._ranks[i]} waits in {self._where(each)}" for i, each in sorted(logs.items())
+            )
+            text = (
+                f"cannot continue: all ranks wait for each other: {waiting}, expected all ranks in the same call. "
+                "Check conditions such as 'if rank == 0' around collective calls, and the passes on each rank."
+            )
+        if text is not None:
+            report_divergence(text)
+            disconnect()
+
+    def _where(self, log: dict[str, Any]) -> str:
+        return str(log["call"])
+
+    def _difference(self, logs: dict[int, dict[str, Any]]) -> str | None:
+        """Return the message for the first entry that differs between logs that have it; None if there is none."""
+        first = max(log["first"] for log in logs.values())
+        last = max(log["first"] + len(log["entries"]) for log in logs.values())
+        for place in range(first, last):
+            entries: list[int | None] = [None] * len(self._ranks)
+            for i, log in logs.items():
+                if place - log["first"] < len(log["entries"]):
+                    entries[i] = log["entries"][place - log["first"]]
+            if len(set(entries) - {None}) > 1:
+                return self._message(entries)
+        return None
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+def _agreed(text: str) -> StepError:
+    error = StepError(text)
+    error.is_agreed = True
+    return error
+
+
+class _Board:
+    """Memory that the ranks of one host share: how far each rank is, and its last entries."""
+
+    _FIELDS = 3  # number of entries; status of the last one; its length, if it is an all-reduce of numbers
+
+    def __init__(self, memory: mmap.mmap, own: int, ranks: int) -> None:
+        self._memory = memory
+        self._numbers = memoryview(memory).cast("q")
+        self._own, self._ranks = own, ranks
+        self._others = [i for i in range(ranks) if i != own]
+
+    @staticmethod
+    def size(ranks: int) -> int:
+        return 8 * (1 + ranks * (_Board._FIELDS + _LENGTH))
+
+    @staticmethod
+    def shared_by(group: Any) -> _Board | None:
+        """Return the board of a group, all ranks of which are on one host; None if they are not; collective."""
+        ranks, own = dist.get_world_size(group), dist.get_rank(group)
+        if ranks == 1:
+            return None
+        offer: list[Any] = [None]
+        path = None
+        if own == 0:
+            with contextlib.suppress(OSError):
+                folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+                handle, path = tempfile.mkstemp(prefix="fsdp2_strategy-", dir=folder)
+                os.truncate(handle, _Board.size(ranks))
+                os.close(handle)
+                offer = [(path, Path(path).stat().st_ino, _boot())]
+        dist.broadcast_object_list(offer, group_src=0, group=group)
+        memory = None if offer[0] is None else _Board._opened(*offer[0], size=_Board.size(ranks))
+        opened: list[bool] = [False] * ranks
+        dist.all_gather_object(opened, memory is not None, group=group)
+        if path is not None:
+            Path(path).unlink(missing_ok=True)
+        return _Board(memory, own, ranks) if memory is not None and all(opened) else None
+
+    @staticmethod
+    def _opened(path: str, inode: int, boot: str, *, size: int) -> mmap.mmap | None:
+        if boot != _boot():
+            return None
+        with contextlib.suppress(OSError, ValueError):
+            handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                found = os.fstat(handle)
+                if found.st_ino == inode and found.st_size == size and found.st_uid == os.getuid():
+                    return mmap.mmap(handle, size)
+            finally:
+                os.close(handle)
+        return None
+
+    def _place_of(self, rank: int) -> int:
+        return 1 + rank * (self._FIELDS + _LENGTH)
+
+    @property
+    def conflict(self) -> int:
+        """Number of entries up to the last one that differed between ranks; 0 if none did."""
+        return self._numbers[0]
+
+    def enter(self, place: int, entry: int, length: int, *, after: int) -> bool:
+        """Write an entry; return whether all other ranks that have got as far have the same one.
+
+        Args:
+            place: number of this rank's entries before.
+            entry: the entry.
+            length: how many numbers the collective sums, if it is an all-reduce.
+            after: a conflict up to this number of entries is over.
+        """
+        numbers, own = self._numbers, self._place_of(self._own)
+        numbers[own + self._FIELDS + place % _LENGTH] = entry
+        numbers[own + 2] = length
+        numbers[own] = place + 1
+        is_same = not after < numbers[0] <= place + 1
+        for rank in self._others:
+            other = self._place_of(rank)
+            ahead = numbers[other] - place
+            if 0 < ahead < _LENGTH and numbers[other + self._FIELDS + place % _LENGTH] != entry:
+                is_same = False
+        if not is_same:
+            numbers[0] = max(numbers[0], place + 1)
+        numbers[own + 1] = 4 * place + (_ENTERED if is_same else _REFUSED)
+        return is_same
+
+    def begun(self, place: int) -> tuple[int, int] | None:
+        """Return entry and length of a collective at this place that another rank has begun; None if none has."""
+        until = time.monotonic() + 5
+        for rank in self._others:
+            other = self._place_of(rank)
+            while self._numbers[other] > place and self._numbers[other + 1] < 4 * place + _ENTERED:
+                if time.monotonic() > until:
+                    break
+                time.sleep(0.001)
+            if self._numbers[other] > place and self._numbers[other + 1] == 4 * place + _ENTERED:
+                return self._numbers[other + self._FIELDS + place % _LENGTH], self._numbers[other + 2]
+        return None
+
+    def wait_for_all(self, place: int) -> None:
+        """Wait a moment for the other ranks, whose entries are parts of the message."""
+        until = time.monotonic() + 2
+        while time.monotonic() < until and None in self.entries(place):
+            time.sleep(0.005)
+
+    def entries(self, place: int) -> list[int | None]:
+        """Return the entry of each rank at a place; None where a rank has not got as far."""
+        return [
+            self._numbers[begin + self._FIELDS + place % _LENGTH] if self._numbers[begin] > place else None
+            for begin in map(self._place_of, range(self._ranks))
+        ]
+
+
+def _token_of_rank_0(group: Any) -> str:
+    """Return a name that no other log has; collective."""
+    token = [secrets.token_hex(8)]
+    dist.broadcast_object_list(token, group_src=0, group=group)
+    return token[0]
+
+
+@functools.cache
+def _boot() -> str:
+    """Return an identifier of this host since it was started."""
+    file = Path("/proc/sys/kernel/random/boot_id")
+    return file.read_text() if file.exists() else os.uname().nodename
+
+
+class _Watcher:
+    """A thread that notices if this rank waits in a collective."""
+
+    def __init__(self, log: UnitLog) -> None:
+        self._log = ref(log)
+        self._process = 0
+
+    def start(self) -> None:
+        """Start the thread, unless it runs in this process."""
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            threading.Thread(target=_watch, args=(self._log,), name="fsdp2_strategy units", daemon=True).start()
+
+
+def _watch(log: ref[UnitLog]) -> None:
+    before: tuple[int, bool] | None = None
+    unchanged = 0
+    while True:
+        time.sleep(WATCH_SECONDS)
+        known = log()
+        if known is None or known._group() is None or not dist.is_initialized() or sys.is_finalizing():
+            return
+        now = known.look()
+        unchanged = unchanged + 1 if now == before and now[1] else 0
+        before = now
+        if unchanged >= PATIENCE:
+            with contextlib.suppress(Exception):  # the store may be lost, too
+                known.compare_published()
+        del known
+
+
+_logs: dict[int, UnitLog] = {}
+"""By the identity of the process group."""
+
+
+def current_log() -> UnitLog | None:
+    """Return the log of the group in use; None if `begin_log` was not called for it; not collective."""
+    group = _current_group()
+    log = _logs.get(id(group))
+    return log if log is not None and log._group() is group else None
+
+
+def begin_log() -> UnitLog:
+    """Return the log of the group in use; collective at the first call for a group."""
+    log = current_log()
+    if log is None:
+        for key in [key for key, other in _logs.items() if other._group() is None]:
+            del _logs[key]
+        group = _current_group()
+        log = _logs[id(group)] = UnitLog(group)
+    return log
+
+
+def _current_group() -> Any:
+    return group_in_use() or dist.group.WORLD

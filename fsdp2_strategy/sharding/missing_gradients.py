@@ -1,0 +1,129 @@
+"""Reduce a unit's gradients correctly if the ranks have used different parameters of it.
+
+Input: the units of a sharded model. Output: hooks that add zero gradients before a reduction, and for the next
+optimizer step the parameters whose gradient this rank did not compute.
+
+[Note: missing gradients] In a backward pass, FSDP2 reduces the gradients that exist on this rank, as one flat tensor.
+If the ranks have used different parameters of a unit (a head for each robot, experts, optional conditions), these
+tensors do not fit together: gradients of different parameters are summed, or the collective fails. So if the backward
+of a unit has run, each rank adds zeros for trainable parameters that have no gradient. The result is the gradient of
+the unsharded model: a rank that did not use a parameter adds nothing to its gradient.
+
+A parameter that no rank used has no gradient in the unsharded model, and its optimizer skips it. Which parameters these
+are is known after an exchange only. So until the optimizer step, their gradients are zeros. The all-reduce of the
+gradient norm carries for each parameter the number of ranks that used it, several numbers in each element
+(`optim.step_sums`), and gradients that no rank has computed are removed before the step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp2_strategy.distributed.torch_internals import (
+    accumulate_gradient,
+    accumulated_gradient,
+    gradient_ranks,
+    has_deferred_all_reduce,
+    has_unreduced_gradient,
+    hook_inputs,
+    is_gathered_for_backward,
+    parameters_of,
+    reduces_gradients,
+    shard_of,
+    unsharded_of,
+)
+from fsdp2_strategy.model.fsdp_state import parameter_groups
+from fsdp2_strategy.model.state import Slot, model_state
+from fsdp2_strategy.model.unit_hooks import register_hook
+
+
+class _UnitGradients:
+    """What is known of the gradients of one unit, until its next reduction."""
+
+    def __init__(self) -> None:
+        self.has_run = False
+        """Whether the backward of the unit has run since its last reduction."""
+        self.unused: set[int] = set()
+        """Positions of the parameters whose gradient consists of zeros of this rank only."""
+
+
+_GRADIENTS = Slot[_UnitGradients]("gradients that this rank did not compute")
+
+
+def fill_missing_gradients(param_groups: Iterable[Any]) -> None:
+    """Register hooks that add zeros for missing gradients before each reduction; see [Note: missing gradients].
+
+    Args:
+        param_groups: the ``FSDPParamGroup`` of each unit. Units whose gradients stay on one rank need no hooks.
+    """
+    for param_group in param_groups:
+        if gradient_ranks(param_group) > 1:
+            own = model_state(param_group).set(_GRADIENTS, _UnitGradients())
+            register_hook(param_group, "reduce", "missing gradients", functools.partial(_reduce_all, own))
+            register_hook(param_group, "hook inputs for reduce", "missing gradients", _hook_inputs)
+
+
+def unused_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the sharded parameters whose gradients are zeros because this rank did not use them; not collective."""
+    for param_group in parameter_groups(model):
+        own = model_state(param_group).get(_GRADIENTS)
+        if own is not None and own.unused:
+            parameters = parameters_of(param_group)
+            yield from (shard_of(parameters[i]) for i in own.unused)
+
+
+@torch.no_grad()
+def _reduce_all(own: _UnitGradients, param_group: Any, reduce: Callable[..., None], *unused: Any) -> None:
+    own.has_run |= is_gathered_for_backward(param_group)
+    if own.has_run and reduces_gradients(param_group):
+        own.has_run = False
+        _add_zeros(own, param_group)
+    reduce(*unused)
+
+
+def _hook_inputs(param_group: Any, _register: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Register the hook that reduces a unit after the gradients of its inputs, as FSDP2 does.
+
+    FSDP2's own hook turns a missing gradient into zeros, so that the units before a unit whose output was not used
+    would count as used.
+    """
+    return hook_inputs(param_group, _Reduce, args, kwargs)
+
+
+class _Reduce(torch.autograd.Function):
+    """Return tensors unchanged; reduce a unit when their gradients are computed, or are known to be missing."""
+
+    @staticmethod
+    def forward(ctx: Any, param_group: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.param_group = param_group
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        ctx.param_group.post_backward()
+        return None, *gradients
+
+
+def _add_zeros(own: _UnitGradients, param_group: Any) -> None:
+    is_deferred = has_deferred_all_reduce(param_group)
+    parameters = parameters_of(param_group)
+    is_accumulated = any(accumulated_gradient(p) is not None for p in parameters)
+    for i, parameter in enumerate(parameters):
+        shard = shard_of(parameter)
+        if not shard.requires_grad:
+            continue
+        if has_unreduced_gradient(parameter):
+            own.unused.discard(i)
+        else:
+            if shard.grad is None and not is_deferred:
+                own.unused.add(i)
+            unsharded: Any = unsharded_of(parameter)
+            unsharded.grad = torch.zeros_like(unsharded)
+        if is_accumulated and accumulated_gradient(parameter) is None:
+            accumulate_gradient(parameter)  # all gradients of one reduction must have the same dtype
