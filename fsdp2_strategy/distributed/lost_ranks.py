@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2_strategy.distributed.process_group import group_in_use, ranks_of
-from fsdp2_strategy.distributed.torch_internals import default_store, process_groups
+from fsdp2_strategy.distributed.torch_internals import default_store, frame_of_main_thread, process_groups
 from fsdp2_strategy.errors import StepError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -78,7 +78,7 @@ def collective_in_progress() -> str | None:
 
     The innermost frames of the main thread tell: they are torch's while it waits in a collective.
     """
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = frame_of_main_thread()
     inner = None
     for _ in range(8):
         if frame is None:

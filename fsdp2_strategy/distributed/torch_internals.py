@@ -13,6 +13,8 @@ the unit is gathered.
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -231,6 +233,11 @@ def param_group_post_forward(param_group: FSDPParamGroup, module: nn.Module) -> 
     param_group.post_forward(module, None, None)
 
 
+def reduce_gradients(param_group: FSDPParamGroup) -> None:
+    """Reduce a unit's gradients, as FSDP2 does when those of its inputs are computed."""
+    param_group.post_backward()
+
+
 def reduces_gradients(param_group: FSDPParamGroup) -> bool:
     """Return whether the next backward reduces a unit's gradients, instead of accumulating them unreduced."""
     return param_group.reduce_grads
@@ -398,6 +405,11 @@ def set_timeout(group: dist.ProcessGroup | None, timeout: timedelta) -> None:
 def broadcast_coalesced(group: dist.ProcessGroup, tensors: list[torch.Tensor], bucket_bytes: int, source: int) -> None:
     """Broadcast tensors from rank ``source`` of a group, in buckets; collective over the group."""
     dist._broadcast_coalesced(group, tensors, bucket_bytes, source)  # type: ignore[attr-defined]
+
+
+def frame_of_main_thread() -> Any:
+    """Return the innermost frame of the main thread; None if it has ended."""
+    return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
 # --- tensors, autograd and memory -----------------------------------------------------------------------------------

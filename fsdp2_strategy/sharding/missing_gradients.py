@@ -33,6 +33,7 @@ from fsdp2_strategy.distributed.torch_internals import (
     hook_inputs,
     is_gathered_for_backward,
     parameters_of,
+    reduce_gradients,
     reduces_gradients,
     shard_of,
     unsharded_of,
@@ -106,7 +107,7 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        ctx.param_group.post_backward()
+        reduce_gradients(ctx.param_group)
         return None, *gradients
 
 
