@@ -30,13 +30,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.config.strategy_config import AccumulationRule, GradSync, LossReduction, SyncBuffers
 from fsdp2_strategy.distributed.agreement import has_deferred_error, raise_deferred_error
+from fsdp2_strategy.distributed.equal_values import is_equal
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import control_device, current_device, group_in_use, world_size
 from fsdp2_strategy.distributed.same_batch import check_losses_of_groups
 from fsdp2_strategy.distributed.torch_internals import local_of
 from fsdp2_strategy.errors import StepError, counted
-from fsdp2_strategy.model.buffers import have_buffers_changed
+from fsdp2_strategy.model.buffers import check_same_buffers, digest_of_buffers, have_buffers_changed
 from fsdp2_strategy.model.buffers import sync_buffers as sync
 from fsdp2_strategy.model.fsdp_state import class_name, reshard
 from fsdp2_strategy.model.offload import check_resident
@@ -430,15 +431,20 @@ def _reduce(
     """Exchange what the ranks must know for an optimizer step; collective.
 
     Raises:
-        StepError: on every rank, a rank has deferred an error, or ``num_items`` was passed on some ranks only.
+        StepError: on every rank, a rank has deferred an error, ``num_items`` was passed on some ranks only, or buffers
+            have changed that have other names or dtypes on other ranks.
     """
     is_changed = sync_buffers != "off" and have_buffers_changed(root)
     with on_ranks_of(parameters):
-        squares, (changed, deferred, *of_micro_batches) = _sum_over_ranks(
-            _gradients(parameters), is_changed, has_deferred_error(), *sums.values()
+        buffers = digest_of_buffers(root)
+        squares, (changed, deferred, *others) = _sum_over_ranks(
+            _gradients(parameters), is_changed, has_deferred_error(), *buffers, *sums.values()
         )
         if deferred:
             raise_deferred_error()
+        of_buffers, of_micro_batches = others[: len(buffers)], others[len(buffers) :]
+        if changed and not is_equal(of_buffers, world_size()):
+            check_same_buffers(root, "synchronise the buffers", StepError)
         loss, tokens, divisor = sums.totals(of_micro_batches, world_size(), ranks_per_layer(root))
     return ReducedStep(
         norm=math.sqrt(squares) / ((scale.value if scale else 1.0) * divisor),
