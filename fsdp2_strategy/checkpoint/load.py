@@ -72,6 +72,7 @@ from fsdp2_strategy.model.failed_loads import unusable_unless_done
 from fsdp2_strategy.model.gradients import clear_gradients
 from fsdp2_strategy.model.master_weights import refresh_masters_of
 from fsdp2_strategy.model.ranks import on_model_ranks
+from fsdp2_strategy.model.weight_versions import count_change
 
 
 @collective
@@ -253,6 +254,7 @@ def _load(request: _LoadRequest, path: Path) -> LoadedCheckpoint:
     with unusable_unless_done(changed):
         with torch.no_grad():
             clear_gradients(root)
+            count_change(root)
             read_all(requests, opened.checksums if request.verify else None, f"loading {path.name}")
             for broadcast in broadcasts:
                 broadcast.run()

@@ -28,6 +28,7 @@ from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.model.fsdp_state import is_sharded, reshard
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.model.shards import sharded_like
+from fsdp2_strategy.model.swapped_weights import check_own_weights
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.optim.masters import FSDPadaptOptimizer
 
@@ -106,7 +107,8 @@ def unwrap_and_reshard(model: nn.Module) -> nn.Module:
     """Unwrap a model, free its unsharded parameters, and return the sharded module.
 
     Raises:
-        CheckpointError: the model is not sharded, or a module overrides `get_extra_state`.
+        CheckpointError: the model is not sharded, a module overrides `get_extra_state`, or averages replace the model's
+            parameters (`EMA.swapped_in`).
     """
     inner = unwrap_model(model)
     if not is_sharded(inner):
@@ -120,6 +122,7 @@ def unwrap_and_reshard(model: nn.Module) -> nn.Module:
                 f"cannot save or load: {name or type(inner).__name__} has an extra state, expected only parameters and "
                 "buffers. Register the values as buffers, or store them in client_state."
             )
+    check_own_weights(inner, "save or load", CheckpointError)
     reshard(inner)
     return inner
 

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.config.strategy_config import AccumulationRule, GradSync, LossReduction, SyncBuffers
-from fsdp2_strategy.distributed.agreement import has_deferred_error, raise_deferred_error
+from fsdp2_strategy.distributed.agreement import defer_error, has_deferred_error, raise_deferred_error
 from fsdp2_strategy.distributed.equal_values import is_equal
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
@@ -43,6 +43,8 @@ from fsdp2_strategy.model.fsdp_state import class_name, reshard
 from fsdp2_strategy.model.offload import check_resident
 from fsdp2_strategy.model.ranks import on_ranks_of, ranks_per_layer
 from fsdp2_strategy.model.state import Slot, model_state
+from fsdp2_strategy.model.swapped_weights import check_own_weights, swapped_error
+from fsdp2_strategy.model.weight_versions import count_change
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.optim.accumulation import LossScale, ReducedStep, accumulation_of
 from fsdp2_strategy.optim.step_sums import MicroBatchSums, checked_tokens
@@ -107,9 +109,10 @@ def backward(
     Raises:
         StepError: ``num_items_in_batch`` is not positive and finite; ``num_items`` or ``num_tokens`` is not an integer
             of at least 0 or a tensor of one; both numbers of items are given; only some backward passes of a step have
-            ``num_items``; the loss is not a tensor with one element and an autograd graph; or, on every rank, the
-            losses of ranks that share layers differ.
+            ``num_items``; averages replace the model's parameters (`EMA.swapped_in`); the loss is not a tensor with one
+            element and an autograd graph; or, on every rank, the losses of ranks that share layers differ.
     """
+    check_own_weights(model, "run backward", StepError)
     _check_loss(loss)
     layers = ranks_per_layer(model)
     if layers > 1:
@@ -176,7 +179,8 @@ def optimizer_step(
         on every rank.
 
     Raises:
-        StepError: `backward` was not called since the last call; or it is unknown whether the backward passes since
+        StepError: `backward` was not called since the last call; or averages replace the model's parameters
+            (`EMA.swapped_in`); or it is unknown whether the backward passes since
             then are micro-batches; or the optimizer belongs to another model or was created before this one was
             sharded; or, on every rank: a rank has deferred an error (`defer_error`), or ``num_items`` was passed on
             some ranks only, or their sum is 0.
@@ -397,6 +401,8 @@ def _take_step(
     check_dtypes(root)
     reshard(root)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if reduced is not None:
+        check_own_weights(root, "step", StepError)  # `_reduce` raises it on every rank
     if reduced is None:
         reduced = _reduce(parameters, root, sums, scale, sync_buffers)
     factor = (scale.value if scale else 1.0) * reduced.divisor
@@ -415,6 +421,7 @@ def _take_step(
             optimizer.step()
         finally:
             state.set(_IS_STEPPING, False)
+            count_change(root)
         if scheduler is not None:
             scheduler.step()
     optimizer.zero_grad(set_to_none=True)
@@ -434,6 +441,8 @@ def _reduce(
         StepError: on every rank, a rank has deferred an error, ``num_items`` was passed on some ranks only, or buffers
             have changed that have other names or dtypes on other ranks.
     """
+    if (swapped := swapped_error(root, "step")) is not None:
+        defer_error(swapped)
     is_changed = sync_buffers != "off" and have_buffers_changed(root)
     with on_ranks_of(parameters):
         buffers = digest_of_buffers(root)

@@ -153,11 +153,7 @@ def make_items(root: nn.Module, dtype: torch.dtype | None) -> list[Item]:
     items = _items(regions, tensors)
     for item in items:
         item.make_parts(routes)
-    # Ranks may register buffers in another order, and gather items by position.
-    of_buffers = [item for item in items if all(id(tensor) in buffers for tensor in item.sources.values())]
-    is_of_buffers = set(map(id, of_buffers))
-    of_parameters = [item for item in items if id(item) not in is_of_buffers]
-    return [*of_parameters, *sorted(of_buffers, key=lambda item: min(item.regions))]
+    return items
 
 
 def _items(regions: Mapping[str, Region], tensors: Mapping[str, torch.Tensor]) -> list[Item]:
