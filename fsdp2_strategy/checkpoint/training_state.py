@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,6 +54,8 @@ class LoadedCheckpoint:
     """Names of loaded tensors whose dtypes differ between the checkpoint and the model."""
     loss_scale: dict[str, Any] | None = None
     """The saved state of the loss scale; None if the checkpoint has none."""
+    models: Mapping[str, LoadedCheckpoint] = field(default_factory=dict)
+    """If several models were loaded: the result of each, by name. Fields that belong to a model are then only here."""
 
 
 def require_saved(content: _T | None, what: str, option: str, path: Path) -> _T:

@@ -7,7 +7,7 @@ Input: a model, a mesh or tensors. Output: their process group as the group in u
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -52,7 +52,7 @@ def on_ranks_of(subject: DeviceMesh | nn.Module | Iterable[torch.Tensor]) -> Ite
     if mesh is None or (group is None and mesh.size() == dist.get_world_size()):
         yield
         return
-    ranks = sorted(mesh.mesh.flatten().tolist())
+    ranks = _ranks_in(mesh)
     if ranks == ranks_of(group):
         yield
         return
@@ -78,6 +78,42 @@ def on_model_ranks(function: F) -> F:
             return function(*args, **kwargs)
 
     return run  # type: ignore[return-value]
+
+
+def on_ranks_of_models(function: F) -> F:
+    """Decorate a function whose first parameter is ``model``: a model, or models by name; see `on_model_ranks`.
+
+    The function raises ArgumentError if a model is not an nn.Module, or if the models are on different ranks.
+    """
+    of_one = on_model_ranks(function)
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        models = args[0] if args else kwargs["model"]
+        if not isinstance(models, Mapping):
+            return of_one(*args, **kwargs)
+        for name, model in models.items():
+            if not isinstance(model, nn.Module):
+                raise ArgumentError(
+                    f"cannot call {function.__name__}: the model {name!r} is a {type(model).__name__}, expected an "
+                    "nn.Module. Pass models by name."
+                )
+        ranks = {name: _ranks_in(mesh) for name, model in models.items() if (mesh := _mesh_of(model)) is not None}
+        if len({tuple(each) for each in ranks.values()}) > 1:
+            on = "; ".join(f"{name!r} is on the ranks {each}" for name, each in ranks.items())
+            raise ArgumentError(
+                f"cannot call {function.__name__}: {on}, expected models on the same ranks. Call it for the models of "
+                "the same ranks only."
+            )
+        with on_ranks_of(next((models[name] for name in ranks), ())):
+            return function(*args, **kwargs)
+
+    return run  # type: ignore[return-value]
+
+
+def _ranks_in(mesh: DeviceMesh) -> list[int]:
+    ranks: list[int] = mesh.mesh.flatten().tolist()
+    return sorted(ranks)
 
 
 def _mesh_of(subject: nn.Module | Iterable[torch.Tensor]) -> DeviceMesh | None:
