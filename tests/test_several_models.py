@@ -16,6 +16,8 @@ from helpers.models import build
 from helpers.reference import full_tensors
 from helpers.training import assert_same, strategy_for, tags
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from fsdp2_strategy import (
@@ -248,6 +250,30 @@ def test_arguments_that_do_not_fit_are_errors(tmp_path):
     with pytest.raises(CheckpointError, match="ranks \\[1\\] differ from rank 0"):
         save(run.models if dist.get_rank() else actor, tmp_path, scheduler=None)
     assert not list(tmp_path.glob("*"))
+
+
+@pytest.mark.ranks(2)
+def test_models_on_other_ranks_and_on_replicas(tmp_path):
+    strategy = strategy_for()
+    torch.manual_seed(0)
+    whole = strategy.prepare_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), is_training=True)
+    replicas = strategy.prepare_model(nn.Linear(4, 4), is_training=True, shard_size=1)
+    meshes = [DeviceMesh("cpu", [rank]) for rank in range(2)]
+    alone = nn.Linear(4, 4)
+    fully_shard(alone, mesh=meshes[dist.get_rank()])
+    own = rf"'b' is on the ranks \[{dist.get_rank()}\]"
+    with pytest.raises(ArgumentError, match=rf"'a' is on the ranks \[0, 1\]; {own}, expected models on the same ranks"):
+        save_checkpoint({"a": whole, "b": alone}, tmp_path)
+    strategy.save_ckpt({"a": whole, "b": replicas}, tmp_path)
+    manifest = json.loads((tmp_path / "global_step0" / "manifest.json").read_text())
+    assert {name: own["shard_size"] for name, own in manifest["models"].items()} == {"a": 2, "b": 1}
+    before = full_tensors({**named_parameters(whole), **{f"b {n}": p for n, p in named_parameters(replicas).items()}})
+    with torch.no_grad():
+        for parameter in (*whole.parameters(), *replicas.parameters()):
+            parameter.zero_()
+    strategy.load_ckpt({"b": replicas, "a": whole}, tmp_path, load_module_only=True)
+    after = full_tensors({**named_parameters(whole), **{f"b {n}": p for n, p in named_parameters(replicas).items()}})
+    assert_same(after, before)
 
 
 @pytest.mark.ranks(2)

@@ -75,12 +75,12 @@ from fsdp2_strategy.hf.verified_read import ranges_of
 from fsdp2_strategy.model.failed_loads import unusable_unless_done
 from fsdp2_strategy.model.gradients import clear_gradients
 from fsdp2_strategy.model.master_weights import refresh_masters_of
-from fsdp2_strategy.model.ranks import on_ranks_of_models
+from fsdp2_strategy.model.ranks import on_model_ranks
 from fsdp2_strategy.model.weight_versions import count_change
 
 
 @collective
-@on_ranks_of_models
+@on_model_ranks(takes_several=True)
 @gc_paused()
 def load_checkpoint(
     model: Models,

@@ -47,12 +47,12 @@ from fsdp2_strategy.hf.tokenizers import check_tokenizer
 from fsdp2_strategy.hf.trainer_layout import TrainerLayout
 from fsdp2_strategy.lerobot.checkpoint_layout import LeRobotLayout
 from fsdp2_strategy.model.failed_loads import check_usable
-from fsdp2_strategy.model.ranks import on_ranks_of_models
+from fsdp2_strategy.model.ranks import on_model_ranks
 from fsdp2_strategy.model.shards import shard_size_of_model
 
 
 @collective
-@on_ranks_of_models
+@on_model_ranks(takes_several=True)
 @gc_paused()
 def save_checkpoint(
     model: Models,

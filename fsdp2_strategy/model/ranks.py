@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -60,55 +60,64 @@ def on_ranks_of(subject: DeviceMesh | nn.Module | Iterable[torch.Tensor]) -> Ite
         yield
 
 
-def on_model_ranks(function: F) -> F:
+@overload
+def on_model_ranks(function: F) -> F: ...
+@overload
+def on_model_ranks(*, takes_several: bool) -> Callable[[F], F]: ...
+def on_model_ranks(function: F | None = None, *, takes_several: bool = False) -> F | Callable[[F], F]:
     """Decorate a function whose first parameter is ``model``: run it within `on_ranks_of` that model.
 
     The function raises ArgumentError if the model is not an nn.Module.
-    """
 
-    @functools.wraps(function)
+    Args:
+        function: the function.
+        takes_several: whether ``model`` may also be a mapping of models by name, which must be on the same ranks;
+            otherwise the function raises ArgumentError.
+    """
+    if function is None:
+        return functools.partial(on_model_ranks, takes_several=takes_several)
+    called, name = function, function.__name__
+
+    @functools.wraps(called)
     def run(*args: Any, **kwargs: Any) -> Any:
         model = args[0] if args else kwargs["model"]
+        if takes_several and isinstance(model, Mapping):
+            subject = _first_of_same_ranks(name, model)
+        elif isinstance(model, nn.Module):
+            subject = model
+        else:
+            raise ArgumentError(
+                f"cannot call {name}: the model is a {type(model).__name__}, expected an nn.Module. Check the order of "
+                "the arguments."
+            )
+        with on_ranks_of(subject):
+            return called(*args, **kwargs)
+
+    return run
+
+
+def _first_of_same_ranks(name: str, models: Mapping[str, nn.Module]) -> nn.Module | tuple[()]:
+    """Return one of several sharded models; nothing if none is sharded.
+
+    Raises:
+        ArgumentError: a model is not an nn.Module, or the models are on different ranks.
+    """
+    ranks = {}
+    for key, model in models.items():
         if not isinstance(model, nn.Module):
             raise ArgumentError(
-                f"cannot call {function.__name__}: the model is a {type(model).__name__}, expected an nn.Module. Check "
-                "the order of the arguments."
+                f"cannot call {name}: the model {key!r} is a {type(model).__name__}, expected an nn.Module. Pass "
+                "models by name."
             )
-        with on_ranks_of(model):
-            return function(*args, **kwargs)
-
-    return run  # type: ignore[return-value]
-
-
-def on_ranks_of_models(function: F) -> F:
-    """Decorate a function whose first parameter is ``model``: a model, or models by name; see `on_model_ranks`.
-
-    The function raises ArgumentError if a model is not an nn.Module, or if the models are on different ranks.
-    """
-    of_one = on_model_ranks(function)
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        models = args[0] if args else kwargs["model"]
-        if not isinstance(models, Mapping):
-            return of_one(*args, **kwargs)
-        for name, model in models.items():
-            if not isinstance(model, nn.Module):
-                raise ArgumentError(
-                    f"cannot call {function.__name__}: the model {name!r} is a {type(model).__name__}, expected an "
-                    "nn.Module. Pass models by name."
-                )
-        ranks = {name: _ranks_in(mesh) for name, model in models.items() if (mesh := _mesh_of(model)) is not None}
-        if len({tuple(each) for each in ranks.values()}) > 1:
-            on = "; ".join(f"{name!r} is on the ranks {each}" for name, each in ranks.items())
-            raise ArgumentError(
-                f"cannot call {function.__name__}: {on}, expected models on the same ranks. Call it for the models of "
-                "the same ranks only."
-            )
-        with on_ranks_of(next((models[name] for name in ranks), ())):
-            return function(*args, **kwargs)
-
-    return run  # type: ignore[return-value]
+        if (mesh := _mesh_of(model)) is not None:
+            ranks[key] = _ranks_in(mesh)
+    if len({tuple(each) for each in ranks.values()}) > 1:
+        on = "; ".join(f"{key!r} is on the ranks {each}" for key, each in ranks.items())
+        raise ArgumentError(
+            f"cannot call {name}: {on}, expected models on the same ranks. Call it for the models of the same ranks "
+            "only."
+        )
+    return next((models[key] for key in ranks), ())
 
 
 def _ranks_in(mesh: DeviceMesh) -> list[int]:
