@@ -49,15 +49,16 @@ def remember_buffers(root: nn.Module) -> None:
     model_state(root).set(_SEEN, {name: (b, changes_of(b)) for name, b in _plain_buffers(root).items()})
 
 
-def have_buffers_changed(root: nn.Module) -> bool:
-    """Return whether a persistent buffer has changed on this rank since the last step; not collective."""
+def changed_buffers(root: nn.Module) -> tuple[bool, list[float]]:
+    """Compare this rank's persistent buffers with those of the last step; not collective.
+
+    Returns:
+        Whether any has changed, and numbers of `equal_values` that compare the names and dtypes of all between ranks.
+    """
     seen = model_state(root).get(_SEEN)
-    return seen != {} and bool(_changed(seen or {}, _plain_buffers(root)))
-
-
-def digest_of_buffers(root: nn.Module) -> list[float]:
-    """Return numbers of `equal_values` that compare the names and dtypes of persistent buffers; not collective."""
-    return digest_numbers([(name, buffer.dtype) for name, buffer in _plain_buffers(root).items()])
+    buffers = {} if seen == {} else _plain_buffers(root)  # walking the modules of a large model takes milliseconds
+    facts = [(name, buffer.dtype) for name, buffer in buffers.items()]
+    return bool(_changed(seen or {}, buffers)), digest_numbers(facts)
 
 
 def check_same_buffers(root: nn.Module, action: str, error: type[FSDP2StrategyError]) -> None:

@@ -30,14 +30,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.config.strategy_config import AccumulationRule, GradSync, LossReduction, SyncBuffers
 from fsdp2_strategy.distributed.agreement import defer_error, has_deferred_error, raise_deferred_error
-from fsdp2_strategy.distributed.equal_values import is_equal
+from fsdp2_strategy.distributed.equal_values import digest_numbers, is_equal
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import control_device, current_device, group_in_use, world_size
 from fsdp2_strategy.distributed.same_batch import check_losses_of_groups
 from fsdp2_strategy.distributed.torch_internals import local_of
 from fsdp2_strategy.errors import StepError, counted
-from fsdp2_strategy.model.buffers import check_same_buffers, digest_of_buffers, have_buffers_changed
+from fsdp2_strategy.model.buffers import changed_buffers, check_same_buffers
 from fsdp2_strategy.model.buffers import sync_buffers as sync
 from fsdp2_strategy.model.fsdp_state import class_name, reshard
 from fsdp2_strategy.model.offload import check_resident
@@ -443,9 +443,8 @@ def _reduce(
     """
     if (swapped := swapped_error(root, "step")) is not None:
         defer_error(swapped)
-    is_changed = sync_buffers != "off" and have_buffers_changed(root)
+    is_changed, buffers = changed_buffers(root) if sync_buffers != "off" else (False, digest_numbers(None))
     with on_ranks_of(parameters):
-        buffers = digest_of_buffers(root)
         squares, (changed, deferred, *others) = _sum_over_ranks(
             _gradients(parameters), is_changed, has_deferred_error(), *buffers, *sums.values()
         )
