@@ -27,6 +27,9 @@ from fsdp2_strategy.checkpoint import LeRobotLayout, Loader, end_saving, load_ch
 from fsdp2_strategy.checkpoint.background_save import forget_groups
 from fsdp2_strategy.checkpoint.data_position import DataPositionMode, Later
 from fsdp2_strategy.checkpoint.random_state import seed_everything
+from fsdp2_strategy.checkpoint.resumed import compare_with_next_directories
+from fsdp2_strategy.checkpoint.several_models import Models, for_each, joined, models_by_name
+from fsdp2_strategy.checkpoint.training_state import LoadedCheckpoint
 from fsdp2_strategy.config.aliases import PARALLEL_SIZES, resolve_aliases
 from fsdp2_strategy.config.arguments import check_keywords
 from fsdp2_strategy.config.strategy_config import ShardSize, StrategyConfig
@@ -679,19 +682,19 @@ class TrainingStrategy:
     @collective
     def save_ckpt(
         self,
-        model: nn.Module,
+        model: Models,
         save_dir: str | Path,
         tag: str | None = None,
         max_num: int | None = 3,
         max_mem: float | None = 1000,
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
-        optimizer: Optimizer | None = None,
-        scheduler: LRScheduler | None = None,
+        optimizer: Optimizer | Mapping[str, Optimizer | None] | None = None,
+        scheduler: LRScheduler | Mapping[str, LRScheduler | None] | None = None,
         *,
         dataloader: Loader | None = None,
         tokenizer: Any = None,
-        ema: EMA | nn.Module | None = None,
+        ema: EMA | nn.Module | Mapping[str, EMA | nn.Module | None] | None = None,
         protect: bool = False,
         metric: float | None = None,
         higher_is_better: bool = True,
@@ -702,12 +705,19 @@ class TrainingStrategy:
     ) -> str:
         """Save a model with its optimizer, schedule and random state, then delete surplus checkpoints; collective.
 
-        Errors are those of `save_checkpoint`; the result is its path as a str.
+        Errors are those of `save_checkpoint`; the result is its path as a str. A mapping of models by name is saved as
+        one checkpoint, with one commit, so that a load gets all models of the same moment::
+
+            strategy.save_ckpt({"actor": actor, "critic": critic}, "ckpts")
+
+        ``optimizer``, ``scheduler``, ``ema`` and ``tokenizer`` are then mappings by the same names. The defaults of a
+        model that they do not name are the same as for a single model.
 
         Args:
-            model: a prepared model, or its wrapper.
+            model: a prepared model, or its wrapper; or a mapping of these by name.
             save_dir: directory of the run's checkpoints, on a file system that all ranks share.
-            tag: name of this checkpoint; by default ``global_step<step>``, or the layout's name for the step.
+            tag: name of this checkpoint; by default ``global_step<step>``, or the layout's name for the step. The step
+                of several models is the largest number of optimizer steps of a model.
             max_num: maximum number of unprotected checkpoints, at least 1; None for no limit.
             optimizer: by default the one that ``create_optimizer`` made, or that was stepped last, for this model.
             scheduler: by default the one that was created for that optimizer or stepped with it.
@@ -716,29 +726,31 @@ class TrainingStrategy:
             max_mem, client_state, save_latest, dataloader, tokenizer, protect, metric, higher_is_better, async_save,
                 only_trainable, meta, layout: as for `save_checkpoint`.
         """
-        state = self._state_of(model)
-        if state.accumulation.is_pending:
-            pending = max(state.accumulation.micro_batches, 1)
-            message = "saving in the middle of a step: the gradients of %s are not saved"
-            log(message, counted(pending, "micro-batch", "es"), level=logging.WARNING)
-        if scheduler is None:
-            _check_scheduler_steps(state)
-        check_dtypes(model)
-        if self.config.sync_buffers != "off":
-            _warn_of_differing_buffers(model)
-        averages = self._ema(model, ema) if ema is not None else state.ema
+        models = models_by_name("save", model)
+        optimizers, schedulers = (
+            for_each("save", what, models, given)
+            for what, given in (("optimizer", optimizer), ("scheduler", scheduler))
+        )
+        averages = for_each("save", "ema", models, ema)
+        states = {name: self._state_of(own) for name, own in models.items()}
+        for name, state in states.items():
+            self._check_saved(models[name], state, has_scheduler=schedulers[name] is not None)
+            if averages[name] is not None:
+                averages[name] = self._ema(models[name], averages[name])
+            averages[name] = averages[name] or state.ema
+        scales = {name: state.accumulation.scale for name, state in states.items()}
         path = save_checkpoint(
             model,
             save_dir,
             tag,
-            step=state.accumulation.steps,
-            optimizer=optimizer or state.optimizer,
-            scheduler=scheduler or state.scheduler,
+            step=joined({name: state.accumulation.steps for name, state in states.items()}),
+            optimizer=joined({name: optimizers[name] or state.optimizer for name, state in states.items()}),
+            scheduler=joined({name: schedulers[name] or state.scheduler for name, state in states.items()}),
             client_state=dict(client_state or {}),
             dataloader=dataloader,
             tokenizer=tokenizer,
-            ema=averages.averages if averages else None,
-            loss_scale=asdict(state.accumulation.scale) if state.accumulation.scale else None,
+            ema=joined({name: own.averages if own else None for name, own in averages.items()}),
+            loss_scale=joined({name: asdict(scale) if scale else None for name, scale in scales.items()}),
             seed=self.config.seed,
             max_num=max_num,
             max_mem=max_mem,
@@ -753,6 +765,23 @@ class TrainingStrategy:
         )
         return str(path)
 
+    def _check_saved(self, model: nn.Module, state: _TrainingState, *, has_scheduler: bool) -> None:
+        """Check a model before it is saved, and log what is not saved of it; collective.
+
+        Raises:
+            StepError: see `_check_scheduler_steps`.
+            ShardError: see `check_dtypes`.
+        """
+        if state.accumulation.is_pending:
+            pending = max(state.accumulation.micro_batches, 1)
+            message = "saving in the middle of a step: the gradients of %s are not saved"
+            log(message, counted(pending, "micro-batch", "es"), level=logging.WARNING)
+        if not has_scheduler:
+            _check_scheduler_steps(state)
+        check_dtypes(model)
+        if self.config.sync_buffers != "off":
+            _warn_of_differing_buffers(model)
+
     @collective
     def wait_for_checkpoint(self) -> None:
         """Wait until no asynchronous save is in flight; collective, so that all ranks raise its error.
@@ -765,10 +794,10 @@ class TrainingStrategy:
     @collective
     def load_ckpt(
         self,
-        model: nn.Module,
+        model: Models,
         load_dir: str | Path,
-        optimizer: Optimizer | None = None,
-        scheduler: LRScheduler | None = None,
+        optimizer: Optimizer | Mapping[str, Optimizer | None] | None = None,
+        scheduler: LRScheduler | Mapping[str, LRScheduler | None] | None = None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
@@ -776,7 +805,7 @@ class TrainingStrategy:
         tag: str | None = None,
         dataloader: Loader | Later | None = None,
         load_data_position: DataPositionMode = True,
-        ema: EMA | nn.Module | None = None,
+        ema: EMA | nn.Module | Mapping[str, EMA | nn.Module | None] | None = None,
         load_module: bool = True,
         verify: bool = True,
         fallback: bool = False,
@@ -785,10 +814,11 @@ class TrainingStrategy:
     ) -> tuple[str | None, dict[str, Any]]:
         """Load the newest checkpoint of a directory, or the one named by ``tag``, or a single checkpoint; collective.
 
-        Errors are those of `load_checkpoint`.
+        Errors are those of `load_checkpoint`. A checkpoint of several models is loaded into a mapping of models by the
+        same names; ``optimizer``, ``scheduler`` and ``ema`` are then mappings by these names, too.
 
         Args:
-            model: a prepared model, or its wrapper.
+            model: a prepared model, or its wrapper; or a mapping of these by name.
             load_dir: directory of a run's checkpoints, or one checkpoint, or LeRobot's link ``last``.
             optimizer: by default the one that ``create_optimizer`` made, or that was stepped last, for this model.
             scheduler: by default the one that was created for that optimizer or stepped with it.
@@ -810,21 +840,34 @@ class TrainingStrategy:
         for kind, each in (("optimizer", optimizer), ("scheduler", scheduler)):
             if isinstance(each, str):
                 raise ArgumentError(f"cannot load: {kind} is {each!r}, expected the {kind} itself. Pass tag={each!r}.")
-        state = self._state_of(model)
-        averages = self._ema(model, ema) if ema is not None else None
+        models = models_by_name("load", model)
+        optimizers, schedulers, emas = (
+            for_each("load", what, models, given)
+            for what, given in (("optimizer", optimizer), ("scheduler", scheduler), ("ema", ema))
+        )
+        states = {name: self._state_of(own) for name, own in models.items()}
+        averages = {name: self._ema(models[name], own) if own is not None else None for name, own in emas.items()}
         load_optimizer_states &= not load_module_only
         load_lr_scheduler_states &= not load_module_only
-        must_restore: list[Literal["optimizer", "scheduler"]] = []
-        if is_for_training(model):
-            must_restore += ["optimizer"] if load_optimizer_states else []
-            must_restore += ["scheduler"] if load_lr_scheduler_states else []
+        must_restore: list[Literal["optimizer", "scheduler"]] = ["optimizer"] if load_optimizer_states else []
+        must_restore += ["scheduler"] if load_lr_scheduler_states else []
         loaded = load_checkpoint(
             model,
             load_dir,
             tag=tag,
-            optimizer=(optimizer or state.optimizer) if load_optimizer_states else None,
-            scheduler=(scheduler or state.scheduler) if load_lr_scheduler_states else None,
-            ema=averages.averages if averages else None,
+            optimizer=joined(
+                {
+                    n: (optimizers[n] or state.optimizer) if load_optimizer_states else None
+                    for n, state in states.items()
+                }
+            ),
+            scheduler=joined(
+                {
+                    n: (schedulers[n] or state.scheduler) if load_lr_scheduler_states else None
+                    for n, state in states.items()
+                }
+            ),
+            ema=joined({name: own.averages if own else None for name, own in averages.items()}),
             dataloader=dataloader,
             load_data_position=load_data_position,
             load_model=load_module,
@@ -832,22 +875,17 @@ class TrainingStrategy:
             verify=verify,
             fallback=fallback,
             trust=trust,
-            must_restore=must_restore,
+            must_restore=joined({n: must_restore if is_for_training(own) else () for n, own in models.items()}),
         )
         if loaded is None:
             return None, {}
-        own = state.accumulation
-        own.reset()
-        own.steps, own.checked_optimizer = loaded.step, None
-        state.loaded_steps = loaded.step
-        if state.created_scheduler is not None:
-            created = state.created_scheduler[0]
-            state.created_scheduler = (created, created.last_epoch, loaded.step)
-        state.averaged_steps.clear()
-        if own.scale is not None and loaded.loss_scale and load_optimizer_states:
-            own.scale = LossScale(**loaded.loss_scale)
-        if averages is not None and isinstance(ema, nn.Module):
-            averages.copy_to(ema)
+        for name, state in states.items():
+            of_model = loaded.models.get(name, loaded)
+            _continue_from(state, of_model, has_loss_scale=load_optimizer_states)
+            restored, given = averages[name], emas[name]
+            if restored is not None and isinstance(given, nn.Module):
+                restored.copy_to(given)
+            compare_with_next_directories(models[name], self._states)
         return str(loaded.path), loaded.client_state
 
     @collective
@@ -877,6 +915,20 @@ class TrainingStrategy:
         if root not in self._states:
             self._states[root] = _TrainingState(begin_accumulation(root, LossScale() if self.config.fp16 else None))
         return self._states[root]
+
+
+def _continue_from(state: _TrainingState, loaded: LoadedCheckpoint, *, has_loss_scale: bool) -> None:
+    """Set a model's counts of steps, and its loss scale, to those of a loaded checkpoint."""
+    own = state.accumulation
+    own.reset()
+    own.steps, own.checked_optimizer = loaded.step, None
+    state.loaded_steps = loaded.step
+    if state.created_scheduler is not None:
+        created = state.created_scheduler[0]
+        state.created_scheduler = (created, created.last_epoch, loaded.step)
+    state.averaged_steps.clear()
+    if own.scale is not None and loaded.loss_scale and has_loss_scale:
+        own.scale = LossScale(**loaded.loss_scale)
 
 
 def _check_scheduler_steps(state: _TrainingState) -> None:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from helpers.training import strategy_for
 from torch import nn
 
-from fsdp2_strategy import StepError, explain
+from fsdp2_strategy import CheckpointError, RolloutError, ShardError, StepError, explain
+from fsdp2_strategy.rollout import stream_weights
 
 
 class Normed(nn.Module):
@@ -169,3 +170,113 @@ def test_a_save_warns_of_buffers_that_differ(tmp_path):
     logging.getLogger("fsdp2_strategy").removeHandler(handler)
     text = "values differ between the ranks in 1 buffer (norm.running_mean): those of rank 0 are saved"
     assert [record.getMessage() for record in records] == ([] if dist.get_rank() else [text])
+
+
+class TwoBuffers(nn.Module):
+    """Registers its buffers, and those of a submodule, in another order on rank 1."""
+
+    def __init__(self, *, shares):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        shared = torch.arange(3.0)
+        modules = {"one": nn.Module(), "other": nn.Module()}
+        names = ["mean", "count"]
+        for name, module in reversed(modules.items()) if dist.get_rank() == 1 else modules.items():
+            self.add_module(name, module)
+            for key in reversed(names) if dist.get_rank() == 1 else names:
+                module.register_buffer(key, torch.zeros(3))
+            if shares:
+                module.register_buffer("shared", shared)
+
+    def forward(self, x):
+        for offset, name in enumerate(("one", "other")):
+            module = getattr(self, name)
+            module.mean.add_(10 * offset + 1 + dist.get_rank())
+            module.count.add_(10 * offset + 5 + dist.get_rank())
+        if hasattr(self.one, "shared"):
+            self.one.shared.add_(1 + dist.get_rank())
+        return self.layer(x)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("mode", ["broadcast", "mean"])
+def test_buffers_are_paired_by_name_whatever_the_order_of_registration(mode):
+    strategy = strategy_for(sync_buffers=mode)
+    torch.manual_seed(0)
+    model = strategy.prepare_model(TwoBuffers(shares=True), is_training=True)
+    step(strategy, model, strategy.create_optimizer(model, lr=0.1), 0)
+    more = 1.0 if mode == "mean" else 0.0
+    expected = {"one.mean": 1.0, "one.count": 5.0, "other.mean": 11.0, "other.count": 15.0}
+    assert {name: model.get_buffer(name).tolist() for name in expected} == {
+        n: [v + more] * 3 for n, v in expected.items()
+    }
+    assert model.one.shared.tolist() == [1 + more, 2 + more, 3 + more], "registered in two modules"
+
+
+@pytest.mark.ranks(2)
+def test_checkpoints_pair_buffers_by_name_and_streams_refuse_another_order(tmp_path):
+    strategy = strategy_for()
+    torch.manual_seed(0)
+    model = strategy.prepare_model(TwoBuffers(shares=False), is_training=True)
+    step(strategy, model, strategy.create_optimizer(model, lr=0.1), 0)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with pytest.raises(RolloutError, match=r"ranks \[1\] differ from rank 0"):
+        next(stream_weights(model))
+    strategy.save_ckpt(model, tmp_path)
+    for buffer in model.buffers():
+        buffer.zero_()
+    strategy.load_ckpt(model, tmp_path, load_module_only=True)
+    assert len(before) == 4
+    for name, value in before.items():
+        assert torch.equal(model.get_buffer(name), value), name
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["name", "dtype", "more"])
+def test_buffers_with_other_names_or_dtypes_are_an_error_on_every_rank(kind, tmp_path):
+    strategy, model, optimizer = prepared()
+    if kind == "more" and dist.get_rank():
+        model.register_buffer("mine", torch.zeros(2))
+    if kind != "more":
+        name = f"queue{dist.get_rank()}" if kind == "name" else "queue"
+        dtype = torch.float64 if kind == "dtype" and dist.get_rank() else torch.float32
+        model.register_buffer(name, torch.zeros(2, dtype=dtype))
+    expected = "ranks \\[1\\] differ from rank 0, expected persistent buffers with the same names and dtypes"
+    with pytest.raises(StepError, match=f"cannot synchronise the buffers: {expected}"):
+        step(strategy, model, optimizer, 0)
+    with pytest.raises(CheckpointError, match=f"cannot compare the buffers: {expected}"):
+        strategy.save_ckpt(model, tmp_path)
+
+
+@pytest.mark.ranks(2)
+def test_parameters_in_another_order_are_an_error_on_every_rank():
+    """FSDP2 pairs the parameters of a unit by position."""
+    model = nn.Sequential()
+    for name in ("b", "a") if dist.get_rank() else ("a", "b"):
+        model.add_module(name, nn.Linear(4, 4))
+    with pytest.raises(ShardError, match=r"ranks \[1\] differ from rank 0, expected .* in the same order"):
+        strategy_for().prepare_model(model)
+
+
+@pytest.mark.ranks(2)
+def test_values_of_dicts_are_reduced_and_gathered_by_key():
+    own = {"loss": 1.0, "accuracy": 2.0, "z": torch.ones(2)}
+    given = dict(reversed(own.items())) if dist.get_rank() else own
+    strategy = strategy_for()
+    reduced, gathered = strategy.all_reduce(given, "max"), strategy.all_gather(given)
+    assert (reduced["loss"], reduced["accuracy"]) == (1.0, 2.0)
+    assert {name: value.tolist() for name, value in gathered.items()} == {
+        "loss": [1.0, 1.0],
+        "accuracy": [2.0, 2.0],
+        "z": [1.0] * 4,
+    }
+
+
+@pytest.mark.ranks(2)
+def test_weights_frozen_on_one_rank_only_are_an_error_on_every_rank(tmp_path):
+    strategy = strategy_for()
+    torch.manual_seed(0)
+    model = strategy.prepare_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), is_training=True)
+    model[dist.get_rank()].requires_grad_(False)
+    with pytest.raises(CheckpointError, match="cannot save the trainable weights: ranks \\[1\\] differ"):
+        strategy.save_ckpt(model, tmp_path, only_trainable=True)

@@ -23,6 +23,7 @@ from fsdp2_strategy import sizes
 from fsdp2_strategy.checkpoint.layout import (
     FORMAT,
     FORMAT_VERSION,
+    FORMAT_VERSION_OF_SEVERAL,
     LAST,
     LATEST,
     checkpoints_with_manifest,
@@ -38,6 +39,7 @@ from fsdp2_strategy.checkpoint.paths import (
     WRAPPER,
     CheckpointPaths,
     has_only_checkpoint_entries,
+    model_folders,
 )
 from fsdp2_strategy.distributed.log import logger
 from fsdp2_strategy.errors import CheckpointError
@@ -158,7 +160,7 @@ def commit(partial: CheckpointPaths, tag: str, entries: Mapping[str, Any], diges
     sequence = max((c.sequence for c in checkpoints_with_manifest(save_dir)), default=0) + 1
     manifest = {
         "format": FORMAT,
-        "format_version": FORMAT_VERSION,
+        "format_version": FORMAT_VERSION_OF_SEVERAL if "models" in entries else FORMAT_VERSION,
         "sequence": sequence,
         "tag": tag,
         **entries,
@@ -202,7 +204,8 @@ def warn_of_other_weights(partial: CheckpointPaths, final: Path, step: int) -> N
 def _weight_blocks(paths: CheckpointPaths) -> dict[str, Any]:
     """Return the blocks of weights in rank 0's checksum manifest, by file."""
     blocks = json.loads(paths.rank_file(CHECKSUMS, 0).read_bytes())["blocks"]
-    folders = {paths.name_of(folder) for folder in (paths.model, paths.state / WRAPPER, paths.state / TRAINABLE)}
+    parts = [paths, *(paths.of_model(folder.name) for folder in model_folders(paths.root))]
+    folders = {paths.name_of(f) for of in parts for f in (of.model, of.state / WRAPPER, of.state / TRAINABLE)}
     return {
         name: of_file
         for name, of_file in blocks.items()
@@ -265,9 +268,11 @@ def _delete_all(paths: Sequence[Path]) -> None:
 def delete(path: Path) -> None:
     """Delete a checkpoint's directory.
 
-    Files for other programs are deleted first, and ``training_state/`` last. So `has_only_checkpoint_entries` is also
-    true after an interrupted deletion, and the next save deletes the rest.
+    Files for other programs and the folders of several models are deleted first, and ``training_state/`` last. So
+    `has_only_checkpoint_entries` is also true after an interrupted deletion, and the next save deletes the rest.
     """
+    for folder in model_folders(path):
+        shutil.rmtree(folder)
     if (path / TRAINING_STATE).is_dir():
         for entry in path.iterdir():
             if entry.is_dir() and not entry.is_symlink() and entry.name != TRAINING_STATE:

@@ -59,6 +59,7 @@ from fsdp2_strategy.model.master_weights import refresh_masters_of
 from fsdp2_strategy.model.names import clean, named_parameters, persistent_buffers
 from fsdp2_strategy.model.offload import check_resident
 from fsdp2_strategy.model.shards import local_shard
+from fsdp2_strategy.model.weight_versions import count_change
 
 Described = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -206,6 +207,7 @@ def load_foreign(
     with unusable_unless_done(touched), all_or_none(f"load {path}", CheckpointError), torch.no_grad():
         clear_gradients(root)
         if load_model:
+            count_change(root)
             stored_model.read(tensors)
         if optimizer is not None:
             stored_state.read(flat)

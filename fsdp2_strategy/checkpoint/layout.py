@@ -13,6 +13,11 @@
         data/                    states of a data loader if they differ between ranks, one file per rank
         checksums/               one checksum manifest per rank, with the blocks that it wrote
         manifest.json            sequence number, size of every file, digests of the checksum manifests; written last
+      global_step105/            a checkpoint of several models
+        actor/                   model/, wrapper/, trainable/, optimizer/, ema/ and trainer_state.json of one model
+        critic/                  the same of another one
+        trainer_state.json       client state and data position of the run
+        manifest.json ...        meta.json, rng/, data/ and checksums/ as above
       005000/                    the same in LeRobot's layout: see `paths`
       latest                     name of the newest checkpoint, for people and scripts; a load ignores it
       last                       in LeRobot's layout, instead of ``latest``: a link to the newest checkpoint
@@ -51,6 +56,8 @@ LAST = "last"
 
 FORMAT = "fsdp2_strategy"
 FORMAT_VERSION = 2
+FORMAT_VERSION_OF_SEVERAL = 3
+"""Of checkpoints of several models: a reader that knows only one model names the version, and not a missing folder."""
 
 _TYPICAL = (TRAINER_STATE, CHECKSUMS, RNG, f"{TRAINING_STATE}/{TRAINER_STATE}", f"{TRAINING_STATE}/{CHECKSUMS}")
 """Entries that a directory of another kind hardly has."""
@@ -73,6 +80,8 @@ class Checkpoint:
     metric: float | None = None
     """Quality of the checkpoint; rotation never deletes the best checkpoint."""
     higher_is_better: bool = True
+    models: tuple[str, ...] = ()
+    """Names of the models; empty for a checkpoint of one model."""
 
 
 def list_checkpoints(save_dir: str | Path) -> list[Checkpoint]:
@@ -188,7 +197,13 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
         protected=manifest["protected"],
         metric=manifest["metric"],
         higher_is_better=manifest["higher_is_better"],
+        models=models_in(manifest),
     )
+
+
+def models_in(manifest: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the models of a checkpoint, sorted; empty if it has one model."""
+    return tuple(sorted(manifest.get("models", {})))
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -207,12 +222,15 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise _manifest_error(file, f"it is not a manifest of {FORMAT}")
     version = manifest.get("format_version")
-    if version != FORMAT_VERSION:
-        raise _manifest_error(file, f"its format is version {version!r}, expected {FORMAT_VERSION}")
+    if version not in (FORMAT_VERSION, FORMAT_VERSION_OF_SEVERAL):
+        expected = f"{FORMAT_VERSION} or {FORMAT_VERSION_OF_SEVERAL}"
+        raise _manifest_error(file, f"its format is version {version!r}, expected {expected}")
     if manifest.get("digest") != digest_of_manifest(manifest):
         raise _manifest_error(file, "its digest does not match its content")
     if missing := _KEYS - manifest.keys():
         raise _manifest_error(file, f"it lacks the key {min(missing)}")
+    if (version == FORMAT_VERSION_OF_SEVERAL) != isinstance(manifest.get("models"), dict):
+        raise _manifest_error(file, f"its format is version {version!r}, and its models are {manifest.get('models')!r}")
     return manifest
 
 

@@ -1,7 +1,8 @@
 """Load a checkpoint: find it, check its structure, compare it with the model, then read it.
 
 Input: a directory, and optionally a tag. Output: the model, optimizer, schedule and random generators in their saved
-state. Each phase succeeds or raises on all ranks; see [Note: agreed errors] in `agreement`.
+state; or several models by name, see [Note: several models] in `several_models`. Each phase succeeds or raises on all
+ranks; see [Note: agreed errors] in `agreement`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from fsdp2_strategy.checkpoint.layout import (
     is_checkpoint,
     is_last,
     latest_tag,
+    models_in,
     problem_of,
     without_manifest,
 )
@@ -39,6 +41,8 @@ from fsdp2_strategy.checkpoint.lock import is_held_elsewhere
 from fsdp2_strategy.checkpoint.paths import DATA, EMA, OPTIMIZER, RNG, TRAINER_STATE, CheckpointPaths
 from fsdp2_strategy.checkpoint.random_state import derive_rng, load_rng
 from fsdp2_strategy.checkpoint.reader import Opened, check_structure, open_checkpoint
+from fsdp2_strategy.checkpoint.resumed import record_resume
+from fsdp2_strategy.checkpoint.several_models import ONLY, Models, check_saved_models, for_each, models_by_name
 from fsdp2_strategy.checkpoint.storage import LoadTargets, read_all, stored_in, targets_by_name
 from fsdp2_strategy.checkpoint.trainable_only import LeftOut
 from fsdp2_strategy.checkpoint.training_state import (
@@ -72,19 +76,20 @@ from fsdp2_strategy.model.failed_loads import unusable_unless_done
 from fsdp2_strategy.model.gradients import clear_gradients
 from fsdp2_strategy.model.master_weights import refresh_masters_of
 from fsdp2_strategy.model.ranks import on_model_ranks
+from fsdp2_strategy.model.weight_versions import count_change
 
 
 @collective
-@on_model_ranks
+@on_model_ranks(takes_several=True)
 @gc_paused()
 def load_checkpoint(
-    model: nn.Module,
+    model: Models,
     load_dir: str | Path,
     *,
     tag: str | None = None,
-    optimizer: Optimizer | None = None,
-    scheduler: LRScheduler | None = None,
-    ema: Mapping[str, torch.Tensor] | None = None,
+    optimizer: Optimizer | Mapping[str, Optimizer | None] | None = None,
+    scheduler: LRScheduler | Mapping[str, LRScheduler | None] | None = None,
+    ema: Mapping[str, Any] | None = None,
     dataloader: Loader | Later | None = None,
     load_data_position: DataPositionMode = True,
     load_model: bool = True,
@@ -92,15 +97,20 @@ def load_checkpoint(
     verify: bool = True,
     fallback: bool = False,
     trust: bool = False,
-    must_restore: Collection[Literal["optimizer", "scheduler"]] = (),
+    must_restore: Collection[Literal["optimizer", "scheduler"]]
+    | Mapping[str, Collection[Literal["optimizer", "scheduler"]]] = (),
 ) -> LoadedCheckpoint | None:
     """Load a checkpoint, saved on any number of ranks and at any shard size, into a sharded model; collective.
 
     A checkpoint of only the trainable weights (``only_trainable``) omits frozen weights. Those that differ between the
     model and the saved model are read from the folder that the saved model was loaded from.
 
+    A checkpoint of several models is loaded into a mapping of models by the same names; ``optimizer``, ``scheduler``,
+    ``ema`` and ``must_restore`` are then mappings by these names, too. All models come from one checkpoint. Without
+    optimizers, some of the models may be loaded alone.
+
     Args:
-        model: a sharded model, or its wrapper.
+        model: a sharded model, or its wrapper; or a mapping of these by name.
         load_dir: directory of a run's checkpoints, from which the newest or ``tag`` is loaded; or one checkpoint, or
             the link ``last``. The layout is detected.
         tag: name of the checkpoint in ``load_dir``.
@@ -127,10 +137,11 @@ def load_checkpoint(
         A report of the load; None if the directory is missing, or if it has no checkpoint and ``tag`` is None.
 
     Raises:
-        CheckpointError: on every rank: the tag does not exist, names or shapes differ, or the checkpoint has no state
-            for an object to restore. These errors are raised before the model is modified.
+        CheckpointError: on every rank: the tag does not exist, names or shapes differ, the checkpoint has other models,
+            or it has no state for an object to restore. These errors are raised before the model is modified.
         DamageError: on every rank: files are corrupted, or the folder of the frozen weights has changed. If this is
             found only during the read, model and optimizer raise when used, until a load succeeds.
+        ArgumentError: several models have invalid names, or an argument is no mapping by their names.
     """
     background_save.wait()
     if load_data_position not in (True, False, "samples"):
@@ -139,18 +150,19 @@ def load_checkpoint(
         )
     load_dir = Path(load_dir)
     dataloader = dataloader if load_data_position else None
-    is_none = [each is None for each in (optimizer, scheduler, ema, dataloader)]
+    models = _requests_of_models(model, optimizer, scheduler, ema, must_restore)
+    is_none = [(name, [each is None for each in own.objects]) for name, own in models.items()]
     arguments = (
         str(load_dir),
         tag,
-        is_none,
+        (is_none, dataloader is None),
         load_data_position,
         load_model,
         strict,
         verify,
         fallback,
         trust,
-        tuple(must_restore),
+        [tuple(own.must_restore) for own in models.values()],
     )
     check_equal("load", arguments, CheckpointError, "the same directory, tag and objects to load on all ranks.")
     with all_or_none(f"find a checkpoint in {load_dir}", CheckpointError):
@@ -160,23 +172,27 @@ def load_checkpoint(
     if foreign is not None:
         if dataloader is not None and not isinstance(dataloader, Later):
             require_saved(None, "data position", "dataloader=None", load_dir)
+        check_saved_models(foreign.path, (), models, may_be_fewer=False)
+        own = models[ONLY]
         return load_foreign(
-            model, foreign, optimizer, scheduler, load_model=load_model, strict=strict, must_restore=must_restore
+            own.model,
+            foreign,
+            own.optimizer,
+            own.scheduler,
+            load_model=load_model,
+            strict=strict,
+            must_restore=own.must_restore,
         )
     if not paths:
         log("no checkpoint in %s: nothing is loaded", load_dir)
         return None
     request = _LoadRequest(
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        ema=ema,
+        models=models,
         dataloader=dataloader,
         load_data_position=load_data_position,
         load_model=load_model,
         strict=strict,
         verify=verify,
-        must_restore=must_restore,
     )
     for path, older in zip(paths, [*paths[1:], None], strict=True):
         try:
@@ -215,60 +231,143 @@ def foreign_training_state(load_dir: str | Path, tag: str | None = None) -> list
 
 
 @dataclass(frozen=True, kw_only=True)
-class _LoadRequest:
-    """The objects to restore, and options; `load_checkpoint` documents them."""
+class _ModelRequest:
+    """A model, and the objects to restore with it; `load_checkpoint` documents them."""
 
     model: nn.Module
     optimizer: Optimizer | None
     scheduler: LRScheduler | None
     ema: Mapping[str, torch.Tensor] | None
+    must_restore: Collection[str]
+
+    @property
+    def objects(self) -> Sequence[object]:
+        """The objects to restore with the model."""
+        return self.optimizer, self.scheduler, self.ema
+
+
+def _requests_of_models(
+    models: Models, optimizer: Any, scheduler: Any, ema: Any, must_restore: Any
+) -> dict[str, _ModelRequest]:
+    """Return the request of each model by its name; see `several_models`.
+
+    Raises:
+        ArgumentError: see `models_by_name` and `for_each`.
+    """
+    by_name = models_by_name("load", models)
+    optimizers = for_each("load", "optimizer", by_name, optimizer)
+    schedulers = for_each("load", "scheduler", by_name, scheduler)
+    averages = for_each("load", "ema", by_name, ema)
+    required = for_each("load", "must_restore", by_name, must_restore, is_shared=True)
+    return {
+        name: _ModelRequest(
+            model=model,
+            optimizer=optimizers[name],
+            scheduler=schedulers[name],
+            ema=averages[name],
+            must_restore=required[name] or (),
+        )
+        for name, model in by_name.items()
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LoadRequest:
+    """The objects to restore, and options; `load_checkpoint` documents them."""
+
+    models: Mapping[str, _ModelRequest]
     dataloader: Loader | Later | None
     load_data_position: DataPositionMode
     load_model: bool
     strict: bool
     verify: bool
-    must_restore: Collection[str]
 
     @property
     def loader(self) -> Loader | None:
         """The loader whose position this load restores."""
         return None if isinstance(self.dataloader, Later) else self.dataloader
 
+    @property
+    def continues(self) -> bool:
+        """Whether the run continues: an optimizer is restored, or must be."""
+        return any(own.optimizer is not None or own.must_restore for own in self.models.values())
+
 
 def _load(request: _LoadRequest, path: Path) -> LoadedCheckpoint:
-    opened, state = _open(path)
+    opened, of_run = _open(path)
+    # Raised on every rank, because the manifest and the names are equal on all.
+    check_saved_models(path, models_in(opened.manifest), request.models, may_be_fewer=not request.continues)
     with all_or_none(f"load {path}", DamageError):
-        rng, rank_file = _files_of_rank(opened, state, request.loader)
+        states = {name: of_run if name == ONLY else _state_of_model(opened, name) for name in request.models}
+        rng, rank_file = _files_of_rank(opened, of_run, request.loader)
     with all_or_none(f"load {path}", CheckpointError):
-        root = unwrap_and_reshard(request.model)
-        plan = _plan(request, root, opened.paths, state)
-    left_out = LeftOut.from_json(state.get("left_out") if request.load_model else None)
-    others = left_out.find_differing(root, path, strict=request.strict)
+        models = request.models.items()
+        plans = {name: _plan(own, request, _paths_of(opened, name), states[name]) for name, own in models}
+        if request.loader is not None:
+            any_batch_size = request.load_data_position == "samples"
+            check_position(request.loader, of_run.get("data"), path, any_batch_size=any_batch_size)
+    frozen = _find_left_out(request, plans, states, path)
     with all_or_none(f"load {path}", DamageError):
-        requests, broadcasts = divide_reads(plan.targets)
+        requests, broadcasts = divide_reads(target for plan in plans.values() for target in plan.targets)
         if request.verify:
             opened.read_checksum_manifests(ranges_of(requests))
-    changed: list[nn.Module | Optimizer] = [root] if request.load_model else []
-    changed += [request.optimizer] if request.optimizer else []
-    with unusable_unless_done(changed):
+    with unusable_unless_done(_changed_by(request, plans)):
         with torch.no_grad():
-            clear_gradients(root)
+            for plan in plans.values():
+                clear_gradients(plan.root)
+                count_change(plan.root)
             read_all(requests, opened.checksums if request.verify else None, f"loading {path.name}")
             for broadcast in broadcasts:
                 broadcast.run()
-            left_out.restore(root, others, path)
+            for root, left_out, differing in frozen:
+                left_out.restore(root, differing, path)
         with all_or_none(f"load the run's state from {path}", CheckpointError):
-            _restore_state(request, root, plan, state, rng=rng, rank_file=rank_file)
-    log("loaded %s (step %d)", path, state["step"])
-    if request.ema is None and request.load_model and (opened.paths.state / EMA).is_dir():
-        log("%s has averages, which are not loaded: pass ema= to load them", path, level=logging.WARNING)
-    is_position_ignored = request.dataloader is None and request.load_data_position
-    if is_position_ignored and request.optimizer is not None and state.get("data"):
-        log("%s has a data position, which is not loaded: pass dataloader= to load it", path, level=logging.WARNING)
+            _restore_state(request, plans, states, of_run, rng=rng, rank_file=rank_file)
+    _log_loaded(request, opened, of_run)
+    for name, plan in plans.items():
+        if request.models[name].optimizer is not None:
+            record_resume(plan.root, name, path, states[name]["step"])
+    results = {name: _result(path, of_run, states[name], plan) for name, plan in plans.items()}
+    if ONLY in results:
+        return results[ONLY]
+    return LoadedCheckpoint(path=path, step=of_run["step"], client_state=of_run["client_state"], models=results)
+
+
+def _find_left_out(
+    request: _LoadRequest, plans: Mapping[str, _LoadPlan], states: Mapping[str, Mapping[str, Any]], path: Path
+) -> list[tuple[nn.Module, LeftOut, LoadTargets]]:
+    """Return for each model the frozen weights that the checkpoint omits, and where those that differ are; collective.
+
+    Raises:
+        CheckpointError: on every rank; see `LeftOut.find_differing`.
+    """
+    found = []
+    for name, plan in plans.items():
+        left_out = LeftOut.from_json(states[name].get("left_out") if request.load_model else None)
+        found.append((plan.root, left_out, left_out.find_differing(plan.root, path, strict=request.strict)))
+    return found
+
+
+def _changed_by(request: _LoadRequest, plans: Mapping[str, _LoadPlan]) -> list[nn.Module | Optimizer]:
+    """Return the models and optimizers that a load changes, and which are unusable if it fails midway."""
+    changed: list[nn.Module | Optimizer] = [plan.root for plan in plans.values()] if request.load_model else []
+    return changed + [own.optimizer for own in request.models.values() if own.optimizer is not None]
+
+
+def _paths_of(opened: Opened, name: str) -> CheckpointPaths:
+    return opened.paths if name == ONLY else opened.paths.of_model(name)
+
+
+def _state_of_model(opened: Opened, name: str) -> dict[str, Any]:
+    """Return the content of the ``trainer_state.json`` of one of several models."""
+    return opened.read_json(_paths_of(opened, name).state / TRAINER_STATE)
+
+
+def _result(path: Path, of_run: Mapping[str, Any], state: Mapping[str, Any], plan: _LoadPlan) -> LoadedCheckpoint:
     return LoadedCheckpoint(
         path=path,
         step=state["step"],
-        client_state=state["client_state"],
+        client_state=of_run["client_state"],
         missing=tuple(plan.report.missing),
         unexpected=tuple(plan.report.unexpected),
         cast=tuple(plan.report.cast),
@@ -276,31 +375,48 @@ def _load(request: _LoadRequest, path: Path) -> LoadedCheckpoint:
     )
 
 
+def _log_loaded(request: _LoadRequest, opened: Opened, of_run: Mapping[str, Any]) -> None:
+    """Log what was loaded, and what the checkpoint has in addition."""
+    path = opened.paths.root
+    log("loaded %s (step %d)", path, of_run["step"])
+    for name, own in request.models.items():
+        of_model = _paths_of(opened, name).state
+        if own.ema is None and request.load_model and (of_model / EMA).is_dir():
+            log("%s has averages, which are not loaded: pass ema= to load them", of_model, level=logging.WARNING)
+    is_position_ignored = request.dataloader is None and request.load_data_position
+    has_optimizer = any(own.optimizer is not None for own in request.models.values())
+    if is_position_ignored and has_optimizer and of_run.get("data"):
+        log("%s has a data position, which is not loaded: pass dataloader= to load it", path, level=logging.WARNING)
+
+
 def _restore_state(
     request: _LoadRequest,
-    root: nn.Module,
-    plan: _LoadPlan,
-    state: Mapping[str, Any],
+    plans: Mapping[str, _LoadPlan],
+    states: Mapping[str, Mapping[str, Any]],
+    of_run: Mapping[str, Any],
     *,
     rng: bytes | None,
     rank_file: bytes | None,
 ) -> None:
-    """Restore optimizer, schedule, random state and data position, once the tensors are read."""
-    optimizer = request.optimizer
-    if optimizer is not None:
-        values = state["optimizer"]["values"]
-        restore_optimizer(root, optimizer, plan.optimizer_state, plan.optimizer_settings, values)
-    elif request.load_model:
-        refresh_masters_of(root)
-    if request.scheduler is not None:
-        restore_scheduler(request.scheduler, state["scheduler"])
-    if optimizer is not None and rng is not None:
+    """Restore optimizers, schedules, random state and data position, once the tensors are read."""
+    continues = False
+    for name, own in request.models.items():
+        plan, state = plans[name], states[name]
+        if own.optimizer is not None:
+            values = state["optimizer"]["values"]
+            restore_optimizer(plan.root, own.optimizer, plan.optimizer_state, plan.optimizer_settings, values)
+            continues = True
+        elif request.load_model:
+            refresh_masters_of(plan.root)
+        if own.scheduler is not None:
+            restore_scheduler(own.scheduler, state["scheduler"])
+    if continues and rng is not None:
         load_rng(rng)
-    elif optimizer is not None:
-        derive_rng(state["seed"], step=state["step"], rank=data_rank(), world_size=data_size())
+    elif continues:
+        derive_rng(of_run["seed"], step=of_run["step"], rank=data_rank(), world_size=data_size())
     if request.loader is not None:
         any_batch_size = request.load_data_position == "samples"
-        restore_position(request.loader, state["data"], rank_file, any_batch_size=any_batch_size)
+        restore_position(request.loader, of_run["data"], rank_file, any_batch_size=any_batch_size)
 
 
 def _open(path: Path) -> tuple[Opened, dict[str, Any]]:
@@ -339,8 +455,10 @@ def _files_of_rank(
 
 @dataclass(frozen=True)
 class _LoadPlan:
-    """The tensors to read, and the optimizer's state to restore."""
+    """The tensors to read into a model, and the optimizer's state to restore."""
 
+    root: nn.Module
+    """The sharded module."""
     report: LoadReport
     targets: LoadTargets
     optimizer_state: dict[str, dict[str, torch.Tensor]]
@@ -349,14 +467,15 @@ class _LoadPlan:
     """Hyper-parameters of each group."""
 
 
-def _plan(request: _LoadRequest, root: nn.Module, paths: CheckpointPaths, state: Mapping[str, Any]) -> _LoadPlan:
+def _plan(own: _ModelRequest, request: _LoadRequest, paths: CheckpointPaths, state: Mapping[str, Any]) -> _LoadPlan:
     """Compare a checkpoint with the objects to restore, and allocate optimizer state; reads only headers.
 
     Raises:
         CheckpointError: names or shapes do not match, or there is no state for an object to restore.
     """
-    given = {"optimizer": request.optimizer, "scheduler": request.scheduler}
-    check_restored(request.must_restore, given, [name for name in given if state[name] is not None], paths.root)
+    root = unwrap_and_reshard(own.model)
+    given = {"optimizer": own.optimizer, "scheduler": own.scheduler}
+    check_restored(own.must_restore, given, [name for name in given if state[name] is not None], paths.root)
     targets: list[tuple[str, Region, torch.Tensor]] = []
     report = LoadReport()
     optimizer_state: dict[str, dict[str, torch.Tensor]] = {}
@@ -365,7 +484,7 @@ def _plan(request: _LoadRequest, root: nn.Module, paths: CheckpointPaths, state:
         left_out = (state.get("left_out") or {}).get("weights", ())
         of_model, report = match_model(root, paths, left_out, strict=request.strict)
         targets += of_model
-    if (optimizer := request.optimizer) is not None:
+    if (optimizer := own.optimizer) is not None:
         require_saved(state["optimizer"], "optimizer", NO_OPTIMIZER, paths.root)
         check_optimizer(root, optimizer, state["optimizer"], strict=request.strict)
         settings = settings_by_group(root, optimizer, state["optimizer"])
@@ -373,15 +492,12 @@ def _plan(request: _LoadRequest, root: nn.Module, paths: CheckpointPaths, state:
         layout = {name: (entry.shape, entry.dtype) for name, entry in stored.items()}
         optimizer_state, tensors = allocate_optimizer_state(root, optimizer, layout, strict=request.strict)
         targets += targets_by_name("optimizer", tensors, stored)
-    if request.ema is not None:
+    if own.ema is not None:
         require_saved((paths.state / EMA).is_dir() or None, "averages (ema)", "ema=None", paths.root)
-        targets += targets_by_name("averages (ema)", request.ema, stored_in(paths.state / EMA))
-    if request.scheduler is not None:
+        targets += targets_by_name("averages (ema)", own.ema, stored_in(paths.state / EMA))
+    if own.scheduler is not None:
         require_saved(state["scheduler"], "scheduler", NO_SCHEDULER, paths.root)
-    if request.loader is not None:
-        any_batch_size = request.load_data_position == "samples"
-        check_position(request.loader, state.get("data"), paths.root, any_batch_size=any_batch_size)
-    return _LoadPlan(report, targets, optimizer_state, settings)
+    return _LoadPlan(root, report, targets, optimizer_state, settings)
 
 
 def _find(load_dir: Path, tag: str | None, *, fallback: bool, trust: bool) -> tuple[list[Path], Foreign | None]:

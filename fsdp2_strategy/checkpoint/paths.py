@@ -14,11 +14,22 @@ Input: a checkpoint's directory. Output: the paths.
       model.safetensors, config.json, trainer_state.json, ...    the files that Trainer writes
       training_state/
         wrapper/ ... manifest.json
+
+A checkpoint of several models has one folder for each model, with the folders of our own layout; see
+[Note: several models] in `several_models`.
+
+    <tag>/
+      actor/
+        model/ ... trainer_state.json    step, schedule and hyper-parameters of this model
+      critic/
+        model/ ... trainer_state.json
+      trainer_state.json  rng/  data/  checksums/  manifest.json  meta.json    of the run
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Self
 
@@ -42,7 +53,8 @@ TRAINING_STEP = "training_step.json"
 LayoutKind = Literal["own", "lerobot", "trainer"]
 
 _PER_RANK_FOLDERS = (RNG, DATA, CHECKSUMS)
-_ENTRIES = {MODEL, WRAPPER, TRAINABLE, OPTIMIZER, EMA, *_PER_RANK_FOLDERS, TRAINER_STATE, META, MANIFEST, TRAINING_STEP}
+_MODEL_ENTRIES = {MODEL, WRAPPER, TRAINABLE, OPTIMIZER, EMA, TRAINER_STATE}
+_ENTRIES = {*_MODEL_ENTRIES, *_PER_RANK_FOLDERS, META, MANIFEST, TRAINING_STEP}
 
 
 @dataclass(frozen=True)
@@ -70,6 +82,14 @@ class CheckpointPaths:
         if not (root / TRAINING_STATE / MANIFEST).exists():
             return cls.of(root, "own")
         return cls.of(root, "lerobot" if (root / PRETRAINED_MODEL).is_dir() else "trainer")
+
+    def of_model(self, name: str) -> Self:
+        """Return the paths of one of several models; those of the run (manifest, per-rank folders) have no meaning."""
+        return replace(self, model=self.root / name / MODEL, state=self.root / name)
+
+    def of_models(self, names: Collection[str]) -> dict[str, Self]:
+        """Return the paths of each of several models by name; without names, those of the only model, as ``""``."""
+        return {name: self.of_model(name) for name in names} or {"": self}
 
     def moved_to(self, root: Path) -> Self:
         """Return the paths of the same checkpoint in another directory."""
@@ -123,8 +143,30 @@ def has_only_checkpoint_entries(root: Path) -> bool:
         return False
     top = {entry.name for entry in root.iterdir()}
     if TRAINING_STATE not in top:
-        return top <= _ENTRIES
+        # The folders of several models are created after those of the run, and are deleted before them.
+        models = [root / name for name in top - _ENTRIES]
+        return not models or (bool(top & _ENTRIES) and all(map(_has_only_entries_of_a_model, models)))
     state = {entry.name for entry in (root / TRAINING_STATE).iterdir()}
     if PRETRAINED_MODEL in top or AVERAGED_MODEL in top or top == {TRAINING_STATE}:
         return top <= {PRETRAINED_MODEL, AVERAGED_MODEL, TRAINING_STATE} and state <= _ENTRIES
     return bool(state) and state <= _ENTRIES
+
+
+def _has_only_entries_of_a_model(path: Path) -> bool:
+    if not is_model_name(path.name) or not path.is_dir() or path.is_symlink():
+        return False
+    return {entry.name for entry in path.iterdir()} <= _MODEL_ENTRIES
+
+
+def model_folders(root: Path) -> list[Path]:
+    """Return the folders of a checkpoint that are named by models, complete or not; none in other layouts."""
+    if not root.is_dir() or (root / TRAINING_STATE).exists():
+        return []
+    return [path for path in root.iterdir() if path.name not in _ENTRIES and _has_only_entries_of_a_model(path)]
+
+
+def is_model_name(name: object) -> bool:
+    """Return whether a value can be the name of one of several models, and so of a folder in a checkpoint."""
+    if not isinstance(name, str) or not name or name != Path(name).name or name.startswith("."):
+        return False
+    return name not in _ENTRIES | {PRETRAINED_MODEL, AVERAGED_MODEL, TRAINING_STATE} and "\0" not in name

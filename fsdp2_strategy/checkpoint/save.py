@@ -1,6 +1,7 @@
 """Save a checkpoint: write, commit, then rotate.
 
-Input: a sharded model with optimizer and schedule. Output: a committed checkpoint; see [Note: commit] in `directory`.
+Input: a sharded model with optimizer and schedule, or several by name. Output: a committed checkpoint; see
+[Note: commit] in `directory`, and [Note: several models] in `several_models`.
 Each phase succeeds or raises on all ranks; see [Note: agreed errors] in `agreement`.
 """
 
@@ -26,10 +27,11 @@ from fsdp2_strategy.checkpoint.data_position import DataPosition, Loader
 from fsdp2_strategy.checkpoint.gc_pause import gc_paused
 from fsdp2_strategy.checkpoint.layout import latest_tag, list_checkpoints
 from fsdp2_strategy.checkpoint.lock import acquire, release_all
-from fsdp2_strategy.checkpoint.paths import CHECKSUMS, DATA, EMA, OPTIMIZER, RNG, TRAINER_STATE
+from fsdp2_strategy.checkpoint.paths import CHECKSUMS, DATA, EMA, OPTIMIZER, RNG, TRAINER_STATE, CheckpointPaths
 from fsdp2_strategy.checkpoint.random_state import rng_content
 from fsdp2_strategy.checkpoint.rotation import check_space, checkpoints_to_delete
 from fsdp2_strategy.checkpoint.save_request import SaveRequest
+from fsdp2_strategy.checkpoint.several_models import ONLY, Models, for_each, models_by_name
 from fsdp2_strategy.checkpoint.storage import Component, stage_gathered, stage_local, write_components
 from fsdp2_strategy.checkpoint.trainable_only import LeftOut
 from fsdp2_strategy.checkpoint.training_state import optimizer_hyper, optimizer_tensors, unwrap_and_reshard
@@ -50,19 +52,19 @@ from fsdp2_strategy.model.shards import shard_size_of_model
 
 
 @collective
-@on_model_ranks
+@on_model_ranks(takes_several=True)
 @gc_paused()
 def save_checkpoint(
-    model: nn.Module,
+    model: Models,
     save_dir: str | Path,
     tag: str | None = None,
     *,
-    step: int = 0,
-    optimizer: Optimizer | None = None,
-    scheduler: LRScheduler | None = None,
+    step: int | Mapping[str, int] = 0,
+    optimizer: Optimizer | Mapping[str, Optimizer | None] | None = None,
+    scheduler: LRScheduler | Mapping[str, LRScheduler | None] | None = None,
     client_state: dict[str, Any] | None = None,
     tokenizer: Any = None,
-    ema: Mapping[str, torch.Tensor] | None = None,
+    ema: Mapping[str, Any] | None = None,
     loss_scale: dict[str, Any] | None = None,
     dataloader: Loader | None = None,
     seed: int = 0,
@@ -91,12 +93,16 @@ def save_checkpoint(
     writes the copies, commits and rotates. So later changes by the trainer are not saved. Only one save is in flight.
     The next save, a load, `wait_for_save` and ``close`` first wait for it, and raise its error if it failed.
 
+    A mapping of models by name is saved as one checkpoint, with one commit: a load gets all models of the same moment.
+    ``step``, ``optimizer``, ``scheduler``, ``tokenizer``, ``ema`` and ``loss_scale`` are then mappings by the same
+    names; one ``step`` or ``tokenizer`` may be given for all. See [Note: several models] in `several_models`.
+
     Args:
-        model: a sharded model, or its wrapper.
+        model: a sharded model, or its wrapper; or a mapping of these by name.
         save_dir: directory of all checkpoints of the run, on a file system that all ranks share.
         tag: name of the checkpoint; by default ``global_step<step>``, or the layout's name for the step. An existing
             checkpoint of this name is deleted only after the new one is committed.
-        step: optimizer steps taken.
+        step: optimizer steps taken; of several models, the largest number is that of the checkpoint.
         optimizer: saved by parameter name.
         scheduler: its state is saved as JSON.
         client_state: any JSON content; rank 0's is saved.
@@ -130,12 +136,15 @@ def save_checkpoint(
     Raises:
         CheckpointError: on every rank, for example if another run saves into the same directory. If the new checkpoint
             is not committed, those that were committed before are kept.
+        ArgumentError: several models have invalid names, or an argument is no mapping by their names.
     """
     background_save.wait()
+    models = _objects_of_models(model, step, optimizer, scheduler, tokenizer=tokenizer, ema=ema, loss_scale=loss_scale)
+    steps = {name: own.step for name, own in models.items()}
     request = SaveRequest(
         save_dir=Path(save_dir),
-        tag=_default_tag(layout, step) if tag is None else tag,
-        step=step,
+        tag=_default_tag(layout, max(steps.values())) if tag is None else tag,
+        steps=steps,
         max_num=max_num,
         max_mem=max_mem,
         save_latest=save_latest,
@@ -147,43 +156,25 @@ def save_checkpoint(
         meta=meta,
         layout=layout,
     )
-    request.agree_between_ranks(loss_scale, (optimizer, scheduler, ema, dataloader))
+    request.agree_between_ranks(
+        {name: own.loss_scale for name, own in models.items()},
+        [dataloader, *(each for own in models.values() for each in (own.optimizer, own.scheduler, own.ema))],
+    )
     with all_or_none("save", CheckpointError):
-        request.check(tokenizer)
-        root = unwrap_and_reshard(model)
-        check_tokenizer(root, tokenizer)
-        check_usable(root)
-        if async_save:  # snapshot: the caller may change these during the background write
-            tokenizer = copy.deepcopy(tokenizer) if is_rank_0() else None
+        request.check(own.tokenizer for own in models.values())
+        for name, own in models.items():
+            root = unwrap_and_reshard(own.model)
+            check_tokenizer(root, own.tokenizer)
+            check_usable(root)
+            # Snapshot of the tokenizer: the caller may change it during the background write.
+            kept = own.tokenizer if not async_save else copy.deepcopy(own.tokenizer) if is_rank_0() else None
+            models[name] = replace(own, model=root, tokenizer=kept)
+        if async_save:
             request = request.snapshot()
-    paths = request.partial_paths
-    left_out = LeftOut.of(root) if only_trainable or (layout and is_peft_model(root)) else None
-    weights = left_out.weights if left_out else None
-    in_layout = None
-    if isinstance(request.layout, LeRobotLayout):
-        in_layout = ModelComponents.of_policy(root, paths, request.layout, weights, ema)
-    elif isinstance(request.layout, TrainerLayout):
-        in_layout = ModelComponents.of_trainer(root, paths, request.layout, weights)
+    laid_out = {name: _lay_out(name, own, request) for name, own in models.items()}
     staging = background_save.staging()
     with all_or_none("save", CheckpointError):
-        plan = _plan(
-            root,
-            request,
-            in_layout or ModelComponents.of(root, paths, weights),
-            tokenizer=tokenizer,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            ema=ema,
-            dataloader=dataloader,
-            trainer_state={
-                "step": step,
-                "seed": seed,
-                "world_size": world_size(),
-                "client_state": client_state or {},
-                "loss_scale": loss_scale,
-                "left_out": left_out.as_json() if left_out else None,
-            },
-        )
+        plan = _plan(models, laid_out, request, client_state=client_state or {}, seed=seed, dataloader=dataloader)
         if async_save:
             staging.begin()
             plan = replace(plan, components=stage_local(plan.components, staging.copy_to_host))
@@ -199,6 +190,56 @@ def save_checkpoint(
     return request.path
 
 
+@dataclass(frozen=True, kw_only=True)
+class _ModelObjects:
+    """A model, and what is saved with it; `save_checkpoint` documents the fields."""
+
+    model: nn.Module
+    step: int
+    optimizer: Optimizer | None
+    scheduler: LRScheduler | None
+    tokenizer: Any
+    ema: Mapping[str, torch.Tensor] | None
+    loss_scale: dict[str, Any] | None
+
+
+def _objects_of_models(models: Models, step: Any, optimizer: Any, scheduler: Any, **others: Any) -> dict[str, Any]:
+    """Return the objects of each model by its name; see `several_models`.
+
+    Raises:
+        ArgumentError: see `models_by_name` and `for_each`.
+    """
+    by_name = models_by_name("save", models)
+    given = {"step": step, "optimizer": optimizer, "scheduler": scheduler, **others}
+    shared = ("step", "tokenizer")
+    of_each = {what: for_each("save", what, by_name, value, is_shared=what in shared) for what, value in given.items()}
+    objects: dict[str, Any] = {}
+    for name, model in by_name.items():
+        own = {what: values[name] for what, values in of_each.items()}
+        objects[name] = _ModelObjects(model=model, **own | {"step": own["step"] or 0})
+    return objects
+
+
+def _lay_out(
+    name: str, own: _ModelObjects, request: SaveRequest
+) -> tuple[CheckpointPaths, ModelComponents | None, LeftOut | None]:
+    """Return the paths of a model, its components if another system's layout decides them, and what is left out.
+
+    Collective.
+    """
+    root, layout, paths = own.model, request.layout, request.partial_paths
+    if name != ONLY:
+        paths = paths.of_model(name)
+    left_out = LeftOut.of(root) if request.only_trainable or (layout and is_peft_model(root)) else None
+    weights = left_out.weights if left_out else None
+    in_layout = None
+    if isinstance(layout, LeRobotLayout):
+        in_layout = ModelComponents.of_policy(root, paths, layout, weights, own.ema)
+    elif isinstance(layout, TrainerLayout):
+        in_layout = ModelComponents.of_trainer(root, paths, layout, weights)
+    return paths, in_layout, left_out
+
+
 def _default_tag(layout: LeRobotLayout | TrainerLayout | None, step: int) -> str:
     if isinstance(layout, TrainerLayout):
         return f"checkpoint-{step}"
@@ -211,67 +252,97 @@ class _SavePlan:
 
     request: SaveRequest
     components: list[Component]
-    sidecars: SidecarFiles
-    tokenizer: Any
-    json_files: dict[str, str]
-    """Content by file name."""
+    sidecars: list[tuple[SidecarFiles, Any]]
+    """The sidecar files of each model, with its tokenizer."""
+    json_files: dict[Path, str]
+    """Content by path."""
     rng: bytes
     data: DataPosition | None
-    shard_size: int
+    shard_sizes: dict[str, int]
+    """By the name of the model."""
 
 
 def _plan(
-    root: nn.Module,
+    models: Mapping[str, _ModelObjects],
+    laid_out: Mapping[str, tuple[CheckpointPaths, ModelComponents | None, LeftOut | None]],
     request: SaveRequest,
-    on_disk: ModelComponents,
     *,
-    tokenizer: Any,
-    optimizer: Optimizer | None,
-    scheduler: LRScheduler | None,
-    ema: Mapping[str, torch.Tensor] | None,
+    client_state: dict[str, Any],
+    seed: int,
     dataloader: Loader | None,
-    trainer_state: dict[str, Any],
 ) -> _SavePlan:
     """Collect the content of the checkpoint, and check that it can be saved.
 
-    ``tokenizer`` to ``dataloader`` are arguments of `save_checkpoint`. ``trainer_state`` contains the entries of
-    ``trainer_state.json`` that do not come from these objects.
+    Args:
+        models: the objects to save by the name of the model, with sharded root modules.
+        laid_out: the results of `_lay_out`.
+        request: the arguments of the save.
+        client_state, seed, dataloader: arguments of `save_checkpoint`.
+
+    Raises:
+        CheckpointError: a value cannot be saved, or a failed load left an optimizer unusable.
+    """
+    check_json(client_state, "client_state")
+    components: list[Component] = []
+    sidecars: list[tuple[SidecarFiles, Any]] = []
+    states: dict[str, dict[str, Any]] = {}
+    for name, own in models.items():
+        paths, in_layout, left_out = laid_out[name]
+        on_disk = in_layout or ModelComponents.of(own.model, paths, left_out.weights if left_out else None)
+        of_training, states[name] = _training_state(own, paths, left_out)
+        components += [*on_disk.components, *of_training]
+        sidecars.append((on_disk.sidecars, own.tokenizer))
+    data = DataPosition.of(dataloader) if dataloader is not None else None
+    of_run = {"step": request.step, "seed": seed, "world_size": world_size(), "client_state": client_state}
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    rest = {"data": data.entry if data else None, "versions": versions}
+    shard_sizes = {name: shard_size_of_model(own.model) for name, own in models.items()}
+    folder = request.partial_paths.state
+    json_files = {folder / name: text for name, text in request.json_files(max(shard_sizes.values())).items()}
+    if ONLY in models:
+        json_files[folder / TRAINER_STATE] = as_json({**of_run, **states[ONLY], **rest})
+    else:
+        json_files[folder / TRAINER_STATE] = as_json({**of_run, **rest})
+        json_files |= {laid_out[name][0].state / TRAINER_STATE: as_json(state) for name, state in states.items()}
+    return _SavePlan(
+        request=request,
+        components=components,
+        sidecars=sidecars,
+        json_files=json_files,
+        rng=rng_content(),
+        data=data,
+        shard_sizes=shard_sizes,
+    )
+
+
+def _training_state(
+    own: _ModelObjects, paths: CheckpointPaths, left_out: LeftOut | None
+) -> tuple[list[Component], dict[str, Any]]:
+    """Return the components of a model's optimizer and averages, and its entries of ``trainer_state.json``.
 
     Raises:
         CheckpointError: a value cannot be saved, or a failed load left the optimizer unusable.
     """
-    check_json(trainer_state["client_state"], "client_state")
-    paths = request.partial_paths
-    components = list(on_disk.components)
+    components: list[Component] = []
     hyper = None
-    if optimizer is not None:
-        check_usable(optimizer)
-        tensors = optimizer_tensors(root, optimizer)
+    if own.optimizer is not None:
+        check_usable(own.optimizer)
+        tensors = optimizer_tensors(own.model, own.optimizer)
         components.append(Component.of(paths.state / OPTIMIZER, tensors, stem=OPTIMIZER))
-        hyper = optimizer_hyper(root, optimizer)
+        hyper = optimizer_hyper(own.model, own.optimizer)
         check_json(hyper, "optimizer")
-    if ema is not None:
-        components.append(Component.of(paths.state / EMA, ema, stem=EMA))
-    schedule = scheduler.state_dict() if scheduler is not None else None
+    if own.ema is not None:
+        components.append(Component.of(paths.state / EMA, own.ema, stem=EMA))
+    schedule = own.scheduler.state_dict() if own.scheduler is not None else None
     check_json(schedule, "scheduler")
-    data = DataPosition.of(dataloader) if dataloader is not None else None
-    trainer_state = {
-        **trainer_state,
+    state = {
+        "step": own.step,
+        "loss_scale": own.loss_scale,
+        "left_out": left_out.as_json() if left_out else None,
         "scheduler": schedule,
         "optimizer": hyper,
-        "data": data.entry if data else None,
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
-    return _SavePlan(
-        request=request,
-        components=components,
-        sidecars=on_disk.sidecars,
-        tokenizer=tokenizer,
-        json_files={TRAINER_STATE: as_json(trainer_state), **request.json_files(shard_size_of_model(root))},
-        rng=rng_content(),
-        data=data,
-        shard_size=shard_size_of_model(root),
-    )
+    return components, state
 
 
 def _execute(plan: _SavePlan) -> None:
@@ -285,7 +356,7 @@ def _execute(plan: _SavePlan) -> None:
         with all_or_none(f"commit {request.tag}", CheckpointError):
             if is_rank_0():
                 directory.warn_of_other_weights(partial, request.path, request.step)
-                directory.commit(partial, request.tag, request.manifest_entries(plan.shard_size), digests)
+                directory.commit(partial, request.tag, request.manifest_entries(plan.shard_sizes), digests)
                 if request.save_latest:
                     directory.update_latest(final)
     except CheckpointError:
@@ -322,7 +393,8 @@ def _create_folders(plan: _SavePlan) -> None:
             directory.check_replaceable(request.save_dir, request.tag, paths)
             directory.finish_removals()
             directory.delete_leftovers(request.save_dir)
-            needed_bytes = sum(component.total_bytes for component in plan.components) + plan.sidecars.total_bytes
+            needed_bytes = sum(component.total_bytes for component in plan.components)
+            needed_bytes += sum(sidecars.total_bytes for sidecars, _ in plan.sidecars)
             check_space(request.save_dir, needed_bytes, request.max_mem)
             for folder in (RNG, CHECKSUMS, *([DATA] if plan.data and plan.data.rank_file is not None else [])):
                 (paths.state / folder).mkdir(parents=True)
@@ -347,9 +419,10 @@ def _write(plan: _SavePlan) -> list[str]:
             write_bytes(path, content)
             blocks[path] = blocks_of(content)
         if is_rank_0():
-            plan.sidecars.write(plan.tokenizer)
-            for name, text in plan.json_files.items():
-                write_text(paths.state / name, text)
+            for sidecars, tokenizer in plan.sidecars:
+                sidecars.write(tokenizer)
+            for path, text in plan.json_files.items():
+                write_text(path, text)
             tensor_files = {file.path for component in plan.components for file in component.files}
             blocks |= {path: blocks_of_file(path) for path in set(directory.shared_files(paths)) - tensor_files}
         digest = directory.write_checksums(paths, rank(), blocks)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -16,6 +16,7 @@ from fsdp2_strategy.checkpoint import directory
 from fsdp2_strategy.checkpoint.layout import LAST, LATEST, check_tag
 from fsdp2_strategy.checkpoint.paths import META, TRAINING_STEP, CheckpointPaths
 from fsdp2_strategy.checkpoint.rotation import check_limits
+from fsdp2_strategy.checkpoint.several_models import ONLY
 from fsdp2_strategy.distributed.agreement import check_equal
 from fsdp2_strategy.distributed.process_group import is_rank_0, world_size
 from fsdp2_strategy.errors import CheckpointError
@@ -30,7 +31,8 @@ class SaveRequest:
 
     save_dir: Path
     tag: str
-    step: int
+    steps: Mapping[str, int]
+    """Optimizer steps of each model; see `several_models`."""
     max_num: int | None
     max_mem: float | None
     save_latest: bool
@@ -43,15 +45,20 @@ class SaveRequest:
     layout: LeRobotLayout | TrainerLayout | None
 
     @property
+    def step(self) -> int:
+        """The largest number of optimizer steps of a model."""
+        return max(self.steps.values())
+
+    @property
     def path(self) -> Path:
         """The checkpoint's directory after the commit."""
         return self.save_dir / self.tag
 
-    def agree_between_ranks(self, loss_scale: object, objects: Sequence[object]) -> None:
+    def agree_between_ranks(self, loss_scales: object, objects: Sequence[object]) -> None:
         """Raise if the ranks request different saves; collective.
 
         Args:
-            loss_scale: the state of the loss scale, which must be the same on all ranks.
+            loss_scales: the states of the loss scales, which must be the same on all ranks.
             objects: the objects to save. Each must be None on all ranks or on none.
 
         Raises:
@@ -61,21 +68,26 @@ class SaveRequest:
         if isinstance(self.layout, LeRobotLayout):
             layout = (self.layout.batch_size, self.layout.gather_for_save_pretrained)
         others = {name: value for name, value in vars(self).items() if name not in ("save_dir", "layout")}
-        arguments = (str(self.save_dir), layout, others, loss_scale, tuple(given is None for given in objects))
+        arguments = (str(self.save_dir), layout, others, loss_scales, tuple(given is None for given in objects))
         expected = "the same directory, tag, step, limits and objects to save on all ranks. Pass the same arguments."
         check_equal("save", arguments, CheckpointError, expected)
 
-    def check(self, tokenizer: object) -> None:
+    def check(self, tokenizers: Iterable[object]) -> None:
         """Check the options that do not depend on the model; not collective.
 
         Raises:
-            CheckpointError: the tag, a limit, the metric, the tokenizer or ``meta`` is invalid.
+            CheckpointError: the tag, a limit, the metric, a tokenizer, the layout or ``meta`` is invalid.
         """
+        if self.layout is not None and ONLY not in self.steps:
+            raise CheckpointError(
+                f"cannot save the models {', '.join(self.steps)} in the layout of {type(self.layout).__name__}: it has "
+                "one model, expected our own layout. Omit layout, or save the model alone."
+            )
         check_tag(self.tag, reserved=LAST if isinstance(self.layout, LeRobotLayout) else LATEST)
         check_limits(self.max_num, self.max_mem)
         if self.metric is not None and not math.isfinite(self.metric):
             raise CheckpointError(f"cannot save: metric is {self.metric}, expected a finite number. Pass metric=None.")
-        if self.only_trainable and tokenizer is not None and self.layout is None:
+        if self.only_trainable and any(each is not None for each in tokenizers) and self.layout is None:
             raise CheckpointError(
                 "cannot save the tokenizer: only_trainable is True, expected a checkpoint with a folder for "
                 "from_pretrained. Omit the tokenizer, or save the full model."
@@ -95,15 +107,19 @@ class SaveRequest:
         kind = self.layout.kind if self.layout else "own"
         return CheckpointPaths.of(directory.partial_path(self.save_dir, self.tag), kind)
 
-    def manifest_entries(self, shard_size: int) -> dict[str, Any]:
-        """Return the request's values for the manifest."""
-        return {
+    def manifest_entries(self, shard_sizes: Mapping[str, int]) -> dict[str, Any]:
+        """Return the request's values for the manifest, from the shard size of each model."""
+        entries = {
             "step": self.step,
             "protected": self.protect,
             "metric": self.metric,
             "higher_is_better": self.higher_is_better,
-            "shard_size": shard_size,
+            "shard_size": max(shard_sizes.values()),
         }
+        if ONLY in self.steps:
+            return entries
+        models = {name: {"step": step, "shard_size": shard_sizes[name]} for name, step in self.steps.items()}
+        return {**entries, "models": models}
 
     def json_files(self, shard_size: int) -> dict[str, str]:
         """Return the JSON files for other programs: content by file name."""

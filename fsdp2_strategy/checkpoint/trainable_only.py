@@ -78,6 +78,10 @@ class LeftOut:
                 )
             own = outermost_models(root).items()
             found = {name: str(folder.resolve()) for name, model in own if (folder := folder_of(model))}
+        # Sums are added by position, so they need the same weights on all ranks.
+        expected = "the same frozen weights on all ranks. Freeze the same parameters on every rank."
+        check_equal("save the trainable weights", list(frozen), CheckpointError, expected)
+        with all_or_none("save", CheckpointError):
             local = local_sums(frozen)
         folders = _same_on_all_ranks(found)
         changed = changed_since_initial(root, frozen, local)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.model.fsdp_state import is_sharded, reshard
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.model.shards import sharded_like
+from fsdp2_strategy.model.swapped_weights import check_own_weights
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.optim.masters import FSDPadaptOptimizer
 
@@ -53,6 +54,8 @@ class LoadedCheckpoint:
     """Names of loaded tensors whose dtypes differ between the checkpoint and the model."""
     loss_scale: dict[str, Any] | None = None
     """The saved state of the loss scale; None if the checkpoint has none."""
+    models: Mapping[str, LoadedCheckpoint] = field(default_factory=dict)
+    """If several models were loaded: the result of each, by name. Fields that belong to a model are then only here."""
 
 
 def require_saved(content: _T | None, what: str, option: str, path: Path) -> _T:
@@ -106,7 +109,8 @@ def unwrap_and_reshard(model: nn.Module) -> nn.Module:
     """Unwrap a model, free its unsharded parameters, and return the sharded module.
 
     Raises:
-        CheckpointError: the model is not sharded, or a module overrides `get_extra_state`.
+        CheckpointError: the model is not sharded, a module overrides `get_extra_state`, or averages replace the model's
+            parameters (`EMA.swapped_in`).
     """
     inner = unwrap_model(model)
     if not is_sharded(inner):
@@ -120,6 +124,7 @@ def unwrap_and_reshard(model: nn.Module) -> nn.Module:
                 f"cannot save or load: {name or type(inner).__name__} has an extra state, expected only parameters and "
                 "buffers. Register the values as buffers, or store them in client_state."
             )
+    check_own_weights(inner, "save or load", CheckpointError)
     reshard(inner)
     return inner
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from fsdp2_strategy import sizes
-from fsdp2_strategy.checkpoint.paths import EMA, OPTIMIZER, TRAINABLE, WRAPPER, CheckpointPaths
+from fsdp2_strategy.checkpoint.layout import models_in
 from fsdp2_strategy.checkpoint.reader import Opened, open_checkpoint
 from fsdp2_strategy.checkpoint.storage import stored_in
-from fsdp2_strategy.cli.found import newest_at
+from fsdp2_strategy.cli.found import components_in, newest_at
 from fsdp2_strategy.cli.output import Output
 from fsdp2_strategy.errors import counted
 from fsdp2_strategy.hf.regions import Region
@@ -94,10 +94,8 @@ class _Difference:
 
 
 def _tensors(opened: Opened) -> dict[str, Entry]:
-    """Return the tensors of all components; the names begin with the component's name."""
-    paths: CheckpointPaths = opened.paths
-    folders = {"model": paths.weights}
-    folders |= {name: paths.state / name for name in (WRAPPER, TRAINABLE, OPTIMIZER, EMA)}
+    """Return the tensors of all components; the names begin with those of the model, if it has one, and component."""
+    folders = components_in(opened.paths, models_in(opened.manifest))
     return {f"{part}: {name}": e for part, folder in folders.items() for name, e in stored_in(folder).items()}
 
 

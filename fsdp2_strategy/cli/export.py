@@ -10,14 +10,19 @@ import argparse
 import torch
 
 from fsdp2_strategy.checkpoint.foreign_formats import export_foreign, find_foreign
-from fsdp2_strategy.checkpoint.layout import checkpoints_with_manifest, describe_missing, is_checkpoint
+from fsdp2_strategy.checkpoint.layout import (
+    checkpoints_with_manifest,
+    describe_missing,
+    is_checkpoint,
+    models_in,
+)
 from fsdp2_strategy.checkpoint.paths import TRAINABLE, WRAPPER, CheckpointPaths
-from fsdp2_strategy.checkpoint.reader import open_checkpoint
+from fsdp2_strategy.checkpoint.reader import Opened, open_checkpoint
 from fsdp2_strategy.checkpoint.storage import stored_in
 from fsdp2_strategy.cli.found import newest_at
 from fsdp2_strategy.cli.output import Output
 from fsdp2_strategy.distributed.log import show_log
-from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.errors import CheckpointError, did_you_mean
 from fsdp2_strategy.hf.copy_folder import copy_folder
 
 
@@ -32,9 +37,10 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
     dtype = getattr(torch, parsed.dtype) if parsed.dtype else None
     if is_checkpoint(parsed.path) or checkpoints_with_manifest(parsed.path):
         path = newest_at(parsed.path, parsed.tag)
-        _check_exportable(CheckpointPaths.found_in(path))
-        paths, checksums = CheckpointPaths.found_in(path), open_checkpoint(path).checksums
-        copy_folder(paths.model, parsed.output, dtype, checksums, progress=output.shows_progress)
+        opened = open_checkpoint(path)
+        paths = _paths_of_model(opened, parsed.model)
+        _check_exportable(paths)
+        copy_folder(paths.model, parsed.output, dtype, opened.checksums, progress=output.shows_progress)
     else:
         foreign = find_foreign(parsed.path if parsed.tag is None else parsed.path / parsed.tag, trust=parsed.trust)
         if foreign is None:
@@ -43,6 +49,25 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
         export_foreign(foreign, parsed.output, dtype, parsed.beside)
     output.line(f"exported {path} to {parsed.output}")
     return 0
+
+
+def _paths_of_model(opened: Opened, name: str | None) -> CheckpointPaths:
+    """Return the paths of the model to export: the only one, or that of the option ``--model``.
+
+    Raises:
+        CheckpointError: the checkpoint has several models and none is named, or it has no model of this name.
+    """
+    models = models_in(opened.manifest)
+    if name is None and not models:
+        return opened.paths
+    if name in models and name is not None:
+        return opened.paths.of_model(name)
+    what = f"it has the models {', '.join(models)}" if models else "it has one model without a name"
+    expected = f"one of {', '.join(models)}" if models else "no --model"
+    hint = did_you_mean(name, models) if name is not None else " Pass --model with one of these names."
+    raise CheckpointError(
+        f"cannot export {opened.paths.root}: {what}, and --model is {name!r}, expected {expected}.{hint}"
+    )
 
 
 def _check_exportable(paths: CheckpointPaths) -> None:

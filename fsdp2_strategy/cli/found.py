@@ -6,6 +6,7 @@ them unusable. This module does not import torch.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from fsdp2_strategy.checkpoint.layout import (
@@ -17,6 +18,7 @@ from fsdp2_strategy.checkpoint.layout import (
     read_checkpoint,
     without_manifest,
 )
+from fsdp2_strategy.checkpoint.paths import EMA, OPTIMIZER, TRAINABLE, WRAPPER, CheckpointPaths
 from fsdp2_strategy.errors import CheckpointError, did_you_mean
 
 Found = tuple[Path, Checkpoint | None, str]
@@ -36,6 +38,16 @@ def checkpoints_at(path: Path) -> list[Found]:
     if not found:
         raise CheckpointError(f"no checkpoint to read: {describe_missing(path)}")
     return found
+
+
+def components_in(paths: CheckpointPaths, models: Collection[str]) -> dict[str, Path]:
+    """Return the folders of a checkpoint's components by name; those of several models as ``<model>/<component>``."""
+    folders = {}
+    for model, own in paths.of_models(models).items():
+        prefix = f"{model}/" if model else ""
+        folders[f"{prefix}model"] = own.weights
+        folders |= {f"{prefix}{name}": own.state / name for name in (WRAPPER, TRAINABLE, OPTIMIZER, EMA)}
+    return folders
 
 
 def newest_at(path: Path, tag: str | None = None) -> Path:

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fsdp2_strategy.checkpoint.layout import read_checkpoint
-from fsdp2_strategy.checkpoint.paths import EMA, OPTIMIZER, TRAINABLE, TRAINER_STATE, WRAPPER, CheckpointPaths
-from fsdp2_strategy.checkpoint.reader import open_checkpoint
+from fsdp2_strategy.checkpoint.layout import models_in, read_checkpoint
+from fsdp2_strategy.checkpoint.paths import TRAINER_STATE, CheckpointPaths
+from fsdp2_strategy.checkpoint.reader import Opened, open_checkpoint
 from fsdp2_strategy.checkpoint.storage import stored_in
-from fsdp2_strategy.cli.found import newest_at
+from fsdp2_strategy.cli.found import components_in, newest_at
 from fsdp2_strategy.cli.output import Output
 from fsdp2_strategy.errors import counted, size_text
 from fsdp2_strategy.hf.safetensors_format import Entry
@@ -35,12 +35,19 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
     path = newest_at(parsed.path, parsed.tag)
     opened = open_checkpoint(path)
     state = opened.read_json(opened.paths.state / TRAINER_STATE)
-    components = _components(opened.paths)
+    components = _components(opened)
     summary = _summary(path, opened.manifest, state)
+    if models := models_in(opened.manifest):
+        summary["models"] = {name: _of_model(opened, name) for name in models}
     summary["components"] = {name: _totals(entries) for name, entries in components.items()}
     output.values.append(summary | {"tensors": {name: _listed(entries) for name, entries in components.items()}})
     for name, value in summary.items():
-        if name != "components":
+        if name == "models":
+            output.line(f"{name:<16} {', '.join(value)}")
+            for model, facts in value.items():
+                for fact, its_value in facts.items():
+                    output.line(f"  {model} {fact.replace('_', ' '):<14} {_text(its_value)}")
+        elif name != "components":
             output.line(f"{name.replace('_', ' '):<16} {_text(value)}")
     for name, entries in components.items():
         totals = summary["components"][name]
@@ -55,9 +62,21 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
     return 0
 
 
-def _components(paths: CheckpointPaths) -> dict[str, dict[str, Entry]]:
-    folders = {"model": paths.weights}
-    folders |= {name: paths.state / name for name in (WRAPPER, TRAINABLE, OPTIMIZER, EMA)}
+def _of_model(opened: Opened, name: str) -> dict[str, Any]:
+    """Return what a checkpoint has of one of several models, besides tensors."""
+    state = opened.read_json(opened.paths.of_model(name).state / TRAINER_STATE)
+    optimizer = state.get("optimizer")
+    return {
+        "step": state["step"],
+        "shard_size": opened.manifest["models"][name].get("shard_size"),
+        "optimizer": _optimizer(optimizer) if optimizer else None,
+        "scheduler": state.get("scheduler"),
+        "loss_scale": state.get("loss_scale"),
+    }
+
+
+def _components(opened: Opened) -> dict[str, dict[str, Entry]]:
+    folders = components_in(opened.paths, models_in(opened.manifest))
     found = {name: stored_in(folder) for name, folder in folders.items() if folder.is_dir()}
     return {name: dict(sorted(entries.items())) for name, entries in found.items() if entries}
 

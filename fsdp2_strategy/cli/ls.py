@@ -48,7 +48,8 @@ def _entry(path: Path, checkpoint: Checkpoint | None, problem: str) -> dict[str,
             "protected": checkpoint.protected,
             "metric": checkpoint.metric,
             "higher_is_better": checkpoint.higher_is_better,
-            "only_trainable": _is_only_trainable(path),
+            "only_trainable": _is_only_trainable(checkpoint),
+            "models": list(checkpoint.models),
         }
     return entry
 
@@ -56,7 +57,8 @@ def _entry(path: Path, checkpoint: Checkpoint | None, problem: str) -> dict[str,
 def _line(checkpoint: Checkpoint, problem: str) -> str:
     saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(_saved(checkpoint.path)))
     notes = ["protected"] if checkpoint.protected else []
-    notes += ["trainable weights only"] if _is_only_trainable(checkpoint.path) else []
+    notes += [f"models {', '.join(checkpoint.models)}"] if checkpoint.models else []
+    notes += ["trainable weights only"] if _is_only_trainable(checkpoint) else []
     notes += [f"metric {checkpoint.metric:g}"] if checkpoint.metric is not None else []
     notes += [f"UNUSABLE: {problem}"] if problem else []
     size = size_text(checkpoint.total_bytes)
@@ -70,5 +72,6 @@ def _saved(path: Path) -> float:
     return CheckpointPaths.found_in(path).manifest.stat().st_mtime
 
 
-def _is_only_trainable(path: Path) -> bool:
-    return (CheckpointPaths.found_in(path).state / TRAINABLE).is_dir()
+def _is_only_trainable(checkpoint: Checkpoint) -> bool:
+    paths = CheckpointPaths.found_in(checkpoint.path)
+    return any((each.state / TRAINABLE).is_dir() for each in paths.of_models(checkpoint.models).values())

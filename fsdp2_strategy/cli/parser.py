@@ -68,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("path", type=Path, help=f"{_PATH}; the newest checkpoint of a directory is exported")
     command.add_argument("output", type=Path, help="the folder to write; it must not exist, or be empty")
     command.add_argument("--tag", help="name of the checkpoint in the directory; by default the newest")
+    command.add_argument("--model", help="name of the model in a checkpoint of several models")
     command.add_argument(
         "--dtype",
         choices=["float32", "bfloat16", "float16"],

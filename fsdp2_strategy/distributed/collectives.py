@@ -79,8 +79,7 @@ def all_gather(data: Any) -> Any:
     """
     leaves = _leaves("gather", data)
 
-    def gathered(path: Path) -> torch.Tensor:
-        value = leaves[path]
+    def gather(value: Any) -> torch.Tensor:
         tensor = _tensor(value)
         tensor = tensor.reshape(1) if not tensor.ndim else tensor
         sent = tensor.to(_communication_device(value)).contiguous()
@@ -88,11 +87,14 @@ def all_gather(data: Any) -> Any:
         dist.all_gather(parts, sent, group=group_in_use())
         return torch.cat(parts).to(tensor.device)
 
-    return _rebuilt(data, gathered)
+    gathered = {path: gather(value) for path, value in leaves.items()}  # in the order that is equal on all ranks
+    return _rebuilt(data, gathered.__getitem__)
 
 
 def _leaves(action: str, data: Any) -> dict[Path, Any]:
     """Check that all ranks have the same structure, and return its leaves by path; collective.
+
+    Leaves are sorted by path: another rank may have added the same keys to its dicts in another order.
 
     Raises:
         ConfigError: on every rank, if the structures differ, or if a leaf is neither a number nor a tensor.
@@ -110,6 +112,7 @@ def _leaves(action: str, data: Any) -> dict[Path, Any]:
             wrong.append(f"{'/'.join(map(str, path)) or 'data'} is a {type(value).__name__}")
 
     collect(data, ())
+    leaves = dict(sorted(leaves.items(), key=lambda leaf: [repr(key) for key in leaf[0]]))
     layout = [(path, tuple(_tensor(v).shape), _tensor(v).dtype) for path, v in leaves.items()]
     expected = "the same keys, shapes and dtypes on every rank. Fill in values that a rank does not have."
     check_equal(action, (layout, wrong), ConfigError, expected)

@@ -37,6 +37,8 @@ from fsdp2_strategy.model.fsdp_state import class_name, reshard
 from fsdp2_strategy.model.master_weights import refresh_masters_of
 from fsdp2_strategy.model.materialize import has_uninitialised_tensors, is_uninitialised, mark_initialised, materialize
 from fsdp2_strategy.model.ranks import on_model_ranks
+from fsdp2_strategy.model.swapped_weights import check_own_weights
+from fsdp2_strategy.model.weight_versions import count_change
 from fsdp2_strategy.model.wrappers import unwrap_model
 
 
@@ -86,6 +88,7 @@ def _load(model: nn.Module, path: str | Path | None, *, allowed_missing: str, ad
                 f"cannot load {name}: the load is inside of an init_on_meta block, where tensors have no memory, "
                 "expected after the block. Load when the block has ended."
             )
+        check_own_weights(root, f"load {name}", CheckpointError)
         reshard(root)
         known = _origins(root, path)
         if path is None and not known and not has_uninitialised_tensors(root):
@@ -115,6 +118,7 @@ def _load(model: nn.Module, path: str | Path | None, *, allowed_missing: str, ad
         "constructors that do the same on every rank. Give torch, NumPy and Python the same seed on all ranks.",
     )
     with all_or_none(f"load {name}", CheckpointError):
+        count_change(root)
         materialize(root, current_device())
         requests, broadcasts = divide_reads((t.name, t.regions[0], t.tensor) for t in targets if t.regions)
         with Reader(f"loading {name}") as reader:

@@ -11,6 +11,10 @@ Only if a buffer has changed on any rank, the ranks exchange which ones, and the
 dtype. Non-persistent buffers are not synchronised: they are computed from other values, such as the length of a rank's
 own sequences.
 
+Buffers are paired by name: ranks may register them in another order. The ranks compare a digest of the names and dtypes
+in the same sum as the flag. A buffer that is registered in several modules has the first of its names in alphabetical
+order.
+
 "broadcast" is the default, as in DistributedDataParallel: rank 0's buffers belong together, and are what one process
 would have. "mean" averages floating-point buffers, which uses the samples of all ranks; but averages of buffers that
 depend on each other (a codebook and its counts) may no longer fit together.
@@ -27,10 +31,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp2_strategy.distributed.agreement import check_equal
+from fsdp2_strategy.distributed.equal_values import digest_numbers
 from fsdp2_strategy.distributed.process_group import control_device, current_device, group_in_use, ranks_of, world_size
-from fsdp2_strategy.distributed.torch_internals import changes_of
-from fsdp2_strategy.errors import StepError
-from fsdp2_strategy.model.names import persistent_buffers
+from fsdp2_strategy.distributed.torch_internals import changes_of, non_persistent_buffers
+from fsdp2_strategy.errors import CheckpointError, FSDP2StrategyError, StepError
+from fsdp2_strategy.model.names import clean
 from fsdp2_strategy.model.state import Slot, model_state
 
 _Seen = dict[str, tuple[torch.Tensor, int]]
@@ -43,10 +49,23 @@ def remember_buffers(root: nn.Module) -> None:
     model_state(root).set(_SEEN, {name: (b, changes_of(b)) for name, b in _plain_buffers(root).items()})
 
 
-def have_buffers_changed(root: nn.Module) -> bool:
-    """Return whether a persistent buffer has changed on this rank since the last step; not collective."""
+def changed_buffers(root: nn.Module) -> tuple[bool, list[float]]:
+    """Compare this rank's persistent buffers with those of the last step; not collective.
+
+    Returns:
+        Whether any has changed, and numbers of `equal_values` that compare the names and dtypes of all between ranks.
+    """
     seen = model_state(root).get(_SEEN)
-    return seen != {} and bool(_changed(seen or {}, _plain_buffers(root)))
+    buffers = {} if seen == {} else _plain_buffers(root)  # walking the modules of a large model takes milliseconds
+    facts = [(name, buffer.dtype) for name, buffer in buffers.items()]
+    return bool(_changed(seen or {}, buffers)), digest_numbers(facts)
+
+
+def check_same_buffers(root: nn.Module, action: str, error: type[FSDP2StrategyError]) -> None:
+    """Raise ``error`` on every rank if the names or dtypes of persistent buffers differ between ranks; collective."""
+    facts = [(name, buffer.dtype) for name, buffer in _plain_buffers(root).items()]
+    expected = "persistent buffers with the same names and dtypes on all ranks. Register the same buffers on every rank"
+    check_equal(action, facts, error, f"{expected}, or register those that differ with persistent=False.")
 
 
 def sync_buffers(root: nn.Module, mode: str) -> None:
@@ -82,7 +101,12 @@ def sync_buffers(root: nn.Module, mode: str) -> None:
 
 
 def differing_buffers(root: nn.Module) -> list[str]:
-    """Return the names of the persistent buffers whose values differ between the ranks; collective."""
+    """Return the names of the persistent buffers whose values differ between the ranks; collective.
+
+    Raises:
+        CheckpointError: on every rank: names or dtypes of the buffers differ between the ranks.
+    """
+    check_same_buffers(root, "compare the buffers", CheckpointError)
     buffers = _plain_buffers(root)
     sums = torch.tensor([_sum(buffer) for buffer in buffers.values()], dtype=torch.float64, device=control_device())
     extremes = torch.stack([sums, -sums])
@@ -121,7 +145,17 @@ def unchanged_buffers(model: nn.Module) -> Iterator[dict[str, None]]:
 
 
 def _plain_buffers(root: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: b for name, b in persistent_buffers(root).items() if not isinstance(b, DTensor) and not b.is_meta}
+    """Return the persistent buffers that are not sharded, sorted by name, whatever the order of registration is."""
+    names: dict[int, str] = {}
+    found: dict[int, torch.Tensor] = {}
+    for prefix, module in root.named_modules(remove_duplicate=False):
+        for key, buffer in module._buffers.items():
+            if buffer is None or isinstance(buffer, DTensor) or buffer.is_meta or key in non_persistent_buffers(module):
+                continue
+            name = clean(f"{prefix}.{key}" if prefix else key)
+            names[id(buffer)] = min(name, names.get(id(buffer), name))
+            found[id(buffer)] = buffer
+    return {name: found[key] for key, name in sorted(names.items(), key=lambda item: item[1])}
 
 
 def _changed(seen: _Seen, buffers: Mapping[str, torch.Tensor]) -> set[str]:

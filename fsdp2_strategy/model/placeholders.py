@@ -39,8 +39,8 @@ def placeholder_for(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return meta
 
 
-# Functions that compute values, by the storage address of the placeholder.
-_computed: dict[int, Callable[[], torch.Tensor]] = {}
+# Functions that compute values, and the tensors they compute them from, by the storage address of the placeholder.
+_computed: dict[int, tuple[Callable[[], torch.Tensor], torch.Tensor]] = {}
 
 
 def computed(compute: Callable[[], torch.Tensor], like: torch.Tensor) -> nn.Parameter:
@@ -48,13 +48,13 @@ def computed(compute: Callable[[], torch.Tensor], like: torch.Tensor) -> nn.Para
 
     Args:
         compute: returns this rank's shard; must not be collective.
-        like: a tensor with the size, dtype and sharding of the result.
+        like: the tensor that the values are computed from, with the size, dtype and sharding of the result.
     """
     local = local_of(like)
     meta = torch.empty(local.size(), dtype=local.dtype, device="meta")
     parameter = nn.Parameter(sharded_like(like, meta), requires_grad=False)
     key = storage_address(local_of(parameter))
-    _computed[key] = compute
+    _computed[key] = compute, like
     finalize(parameter, _computed.pop, key, None)
     return parameter
 
@@ -64,6 +64,11 @@ def is_computed(tensor: torch.Tensor) -> bool:
     return bool(_computed) and storage_address(local_of(tensor)) in _computed
 
 
+def source_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that a placeholder from `computed` is computed from, or any other tensor itself."""
+    return _computed[storage_address(local_of(tensor))][1] if is_computed(tensor) else tensor
+
+
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a tensor: its values on its device, in host memory, or computed; not collective."""
     local = local_of(tensor)
@@ -71,7 +76,7 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
         offset = values.storage_offset() + local.storage_offset()
         return values.as_strided(local.size(), local.stride(), offset)
     if local.is_meta and (compute := _computed.get(storage_address(local))) is not None:
-        return compute()
+        return compute[0]()
     return local.detach()
 
 

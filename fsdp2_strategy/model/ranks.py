@@ -7,9 +7,9 @@ Input: a model, a mesh or tensors. Output: their process group as the group in u
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -52,7 +52,7 @@ def on_ranks_of(subject: DeviceMesh | nn.Module | Iterable[torch.Tensor]) -> Ite
     if mesh is None or (group is None and mesh.size() == dist.get_world_size()):
         yield
         return
-    ranks = sorted(mesh.mesh.flatten().tolist())
+    ranks = _ranks_in(mesh)
     if ranks == ranks_of(group):
         yield
         return
@@ -60,24 +60,69 @@ def on_ranks_of(subject: DeviceMesh | nn.Module | Iterable[torch.Tensor]) -> Ite
         yield
 
 
-def on_model_ranks(function: F) -> F:
+@overload
+def on_model_ranks(function: F) -> F: ...
+@overload
+def on_model_ranks(*, takes_several: bool) -> Callable[[F], F]: ...
+def on_model_ranks(function: F | None = None, *, takes_several: bool = False) -> F | Callable[[F], F]:
     """Decorate a function whose first parameter is ``model``: run it within `on_ranks_of` that model.
 
     The function raises ArgumentError if the model is not an nn.Module.
-    """
 
-    @functools.wraps(function)
+    Args:
+        function: the function.
+        takes_several: whether ``model`` may also be a mapping of models by name, which must be on the same ranks;
+            otherwise the function raises ArgumentError.
+    """
+    if function is None:
+        return functools.partial(on_model_ranks, takes_several=takes_several)
+    called, name = function, function.__name__
+
+    @functools.wraps(called)
     def run(*args: Any, **kwargs: Any) -> Any:
         model = args[0] if args else kwargs["model"]
+        if takes_several and isinstance(model, Mapping):
+            subject = _first_of_same_ranks(name, model)
+        elif isinstance(model, nn.Module):
+            subject = model
+        else:
+            raise ArgumentError(
+                f"cannot call {name}: the model is a {type(model).__name__}, expected an nn.Module. Check the order of "
+                "the arguments."
+            )
+        with on_ranks_of(subject):
+            return called(*args, **kwargs)
+
+    return run
+
+
+def _first_of_same_ranks(name: str, models: Mapping[str, nn.Module]) -> nn.Module | tuple[()]:
+    """Return one of several sharded models; nothing if none is sharded.
+
+    Raises:
+        ArgumentError: a model is not an nn.Module, or the models are on different ranks.
+    """
+    ranks = {}
+    for key, model in models.items():
         if not isinstance(model, nn.Module):
             raise ArgumentError(
-                f"cannot call {function.__name__}: the model is a {type(model).__name__}, expected an nn.Module. Check "
-                "the order of the arguments."
+                f"cannot call {name}: the model {key!r} is a {type(model).__name__}, expected an nn.Module. Pass "
+                "models by name."
             )
-        with on_ranks_of(model):
-            return function(*args, **kwargs)
+        if (mesh := _mesh_of(model)) is not None:
+            ranks[key] = _ranks_in(mesh)
+    if len({tuple(each) for each in ranks.values()}) > 1:
+        on = "; ".join(f"{key!r} is on the ranks {each}" for key, each in ranks.items())
+        raise ArgumentError(
+            f"cannot call {name}: {on}, expected models on the same ranks. Call it for the models of the same ranks "
+            "only."
+        )
+    return next((models[key] for key in ranks), ())
 
-    return run  # type: ignore[return-value]
+
+def _ranks_in(mesh: DeviceMesh) -> list[int]:
+    ranks: list[int] = mesh.mesh.flatten().tolist()
+    return sorted(ranks)
 
 
 def _mesh_of(subject: nn.Module | Iterable[torch.Tensor]) -> DeviceMesh | None:

@@ -14,12 +14,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy.distributed.lost_ranks import collective
-from fsdp2_strategy.errors import ConfigError, ShardError
+from fsdp2_strategy.errors import ConfigError, ShardError, StepError
 from fsdp2_strategy.model.fsdp_state import class_name, reshard
 from fsdp2_strategy.model.master_weights import masters_of, refresh_masters_of
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.model.placeholders import full_tensor_of, values_of
 from fsdp2_strategy.model.shards import local_shard, sharded_like
+from fsdp2_strategy.model.swapped_weights import check_own_weights, marked_as_swapped
+from fsdp2_strategy.model.weight_versions import count_change
 from fsdp2_strategy.model.wrappers import unwrap_model
 
 
@@ -34,6 +36,10 @@ class EMA:
         names: names of the parameters to average; by default all that are trainable at construction. Parameters that
             are not floating-point are left out.
         device: device of the averages; by default the device of the parameters. "cpu" saves device memory.
+
+    Raises:
+        ConfigError: ``decay`` is not in [0, 1].
+        StepError: the model's parameters are averages, within a block of `swapped_in`.
     """
 
     def __init__(
@@ -48,6 +54,7 @@ class EMA:
             raise ConfigError(f"cannot average: decay is {decay!r}, expected a number from 0 to 1, for example 0.999.")
         self.decay = decay
         root = unwrap_model(model)
+        check_own_weights(root, "begin averages", StepError)
         reshard(root)
         sources = _sources(root)
         self.averages: dict[str, torch.Tensor] = {
@@ -70,8 +77,10 @@ class EMA:
 
         Raises:
             ShardError: the model lacks an averaged parameter, or has it in another shape.
+            StepError: the model's parameters are averages, within a block of `swapped_in`.
         """
         root = unwrap_model(model)
+        check_own_weights(root, "update the averages", StepError)
         reshard(root)
         self._check_parameters(root)
         sources = _sources(root)
@@ -85,7 +94,11 @@ class EMA:
         """Copy the averages into a model for a ``with`` block; collective unless it is sharded like the averages.
 
         At the end of the block, the parameters are restored bitwise. If the model is sharded otherwise, averages are
-        gathered one by one. In the block you can evaluate and export the model, but must not step its optimizer.
+        gathered one by one.
+
+        In the block, you can evaluate, export and stream the model, with the averages. Calls that need its own weights
+        raise an error: saving and loading checkpoints, loading weights, backward and optimizer steps, building an
+        optimizer, and updating averages. See [Note: swapped weights] in `model.swapped_weights`.
 
         Raises:
             ShardError: the model lacks an averaged parameter, or has it in another shape.
@@ -96,12 +109,14 @@ class EMA:
         own = {name: values_of(p).clone() for name, p in parameters.items()}
         try:
             self._copy_averages(root)
-            yield model
+            with marked_as_swapped(root):
+                yield model
         finally:
             reshard(root)
             with torch.no_grad():
                 for name, parameter in parameters.items():
                     values_of(parameter).copy_(own[name])
+            count_change(root)
 
     @collective
     def copy_to(self, model: nn.Module) -> None:
@@ -112,8 +127,10 @@ class EMA:
 
         Raises:
             ShardError: the model lacks an averaged parameter, or has it in another shape.
+            StepError: the model's parameters are averages, within a block of `swapped_in`.
         """
         root = unwrap_model(model)
+        check_own_weights(root, "copy averages into a model", StepError)
         reshard(root)
         self._copy_averages(root)
         refresh_masters_of(root)
@@ -121,6 +138,7 @@ class EMA:
     @torch.no_grad()
     def _copy_averages(self, root: nn.Module) -> None:
         self._check_parameters(root)
+        count_change(root)
         parameters = named_parameters(root)
         for name, average in self.averages.items():
             values_of(parameters[name]).copy_(_local_values_for(parameters[name], average))

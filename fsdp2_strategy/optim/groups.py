@@ -24,6 +24,7 @@ from fsdp2_strategy.errors import ArgumentError, OptimizerError, counted, did_yo
 from fsdp2_strategy.model.fsdp_state import class_name, reshard
 from fsdp2_strategy.model.names import clean, matches, named_parameters
 from fsdp2_strategy.model.shards import shard_size_of
+from fsdp2_strategy.model.swapped_weights import check_own_weights
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.optim.masters import FSDPadaptOptimizer
 
@@ -79,8 +80,9 @@ def build_optimizer(
 
     Raises:
         OptimizerError: no parameter is trainable; a group matches no trainable parameter, or contains a trainable
-            parameter of another model; two groups share a parameter; the class does not support sharded parameters; or,
-            without ``masters``, only some of the parameters are in half precision.
+            parameter of another model; two groups share a parameter; the class does not support sharded parameters;
+            averages replace the model's parameters (`EMA.swapped_in`); or, without ``masters``, only some of the
+            parameters are in half precision.
 
     Example::
 
@@ -96,6 +98,7 @@ def build_optimizer(
         no_decay 0.0001 0.0
     """
     model = unwrap_model(model)
+    check_own_weights(model, "build an optimizer", OptimizerError)  # master weights would be averages
     reshard(model)  # after a forward pass without backward, the root unit still has unsharded parameters
     trainable = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
     if not trainable:

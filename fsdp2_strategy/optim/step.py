@@ -29,7 +29,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.config.strategy_config import AccumulationRule, GradSync, LossReduction, SyncBuffers
-from fsdp2_strategy.distributed.agreement import has_deferred_error, raise_deferred_error
+from fsdp2_strategy.distributed.agreement import defer_error, has_deferred_error, raise_deferred_error
+from fsdp2_strategy.distributed.equal_values import digest_numbers, is_equal
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import control_device, current_device, group_in_use, world_size
@@ -37,12 +38,14 @@ from fsdp2_strategy.distributed.same_batch import check_losses_of_groups
 from fsdp2_strategy.distributed.torch_internals import local_of
 from fsdp2_strategy.distributed.unit_log import current_log
 from fsdp2_strategy.errors import StepError, counted
-from fsdp2_strategy.model.buffers import have_buffers_changed
+from fsdp2_strategy.model.buffers import changed_buffers, check_same_buffers
 from fsdp2_strategy.model.buffers import sync_buffers as sync
 from fsdp2_strategy.model.fsdp_state import class_name, reshard
 from fsdp2_strategy.model.offload import check_resident
 from fsdp2_strategy.model.ranks import on_ranks_of, ranks_per_layer
 from fsdp2_strategy.model.state import Slot, model_state
+from fsdp2_strategy.model.swapped_weights import check_own_weights, swapped_error
+from fsdp2_strategy.model.weight_versions import count_change
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.optim.accumulation import LossScale, ReducedStep, accumulation_of
 from fsdp2_strategy.optim.step_sums import MicroBatchSums, checked_tokens
@@ -108,9 +111,10 @@ def backward(
     Raises:
         StepError: ``num_items_in_batch`` is not positive and finite; ``num_items`` or ``num_tokens`` is not an integer
             of at least 0 or a tensor of one; both numbers of items are given; only some backward passes of a step have
-            ``num_items``; the loss is not a tensor with one element and an autograd graph; or, on every rank, the
-            losses of ranks that share layers differ.
+            ``num_items``; averages replace the model's parameters (`EMA.swapped_in`); the loss is not a tensor with one
+            element and an autograd graph; or, on every rank, the losses of ranks that share layers differ.
     """
+    check_own_weights(model, "run backward", StepError)
     _check_loss(loss)
     layers = ranks_per_layer(model)
     if layers > 1:
@@ -177,7 +181,8 @@ def optimizer_step(
         on every rank.
 
     Raises:
-        StepError: `backward` was not called since the last call; or it is unknown whether the backward passes since
+        StepError: `backward` was not called since the last call; or averages replace the model's parameters
+            (`EMA.swapped_in`); or it is unknown whether the backward passes since
             then are micro-batches; or the optimizer belongs to another model or was created before this one was
             sharded; or, on every rank: a rank has deferred an error (`defer_error`), or ``num_items`` was passed on
             some ranks only, or their sum is 0.
@@ -400,6 +405,8 @@ def _take_step(
     check_dtypes(root)
     reshard(root)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if reduced is not None:
+        check_own_weights(root, "step", StepError)  # `_reduce` raises it on every rank
     if reduced is None:
         reduced = _reduce(parameters, root, sums, scale, sync_buffers)
     factor = (scale.value if scale else 1.0) * reduced.divisor
@@ -418,6 +425,7 @@ def _take_step(
             optimizer.step()
         finally:
             state.set(_IS_STEPPING, False)
+            count_change(root)
         if scheduler is not None:
             scheduler.step()
     optimizer.zero_grad(set_to_none=True)
@@ -434,18 +442,25 @@ def _reduce(
     """Exchange what the ranks must know for an optimizer step; collective.
 
     Raises:
-        StepError: on every rank, a rank has deferred an error, or ``num_items`` was passed on some ranks only.
+        StepError: on every rank, a rank has deferred an error, ``num_items`` was passed on some ranks only, or buffers
+            have changed that have other names or dtypes on other ranks.
     """
-    is_changed = sync_buffers != "off" and have_buffers_changed(root)
+    if (swapped := swapped_error(root, "step")) is not None:
+        defer_error(swapped)
+    is_changed, buffers = changed_buffers(root) if sync_buffers != "off" else (False, digest_numbers(None))
     with on_ranks_of(parameters):
         own, used = sums.values(), used_numbers(parameters, root, world_size())
-        squares, (changed, deferred, *totals) = _sum_over_ranks(
-            _gradients(parameters), is_changed, has_deferred_error(), *own, *used
+        squares, (changed, deferred, *others) = _sum_over_ranks(
+            _gradients(parameters), is_changed, has_deferred_error(), *buffers, *own, *used
         )
         if deferred:
             raise_deferred_error()
-        loss, tokens, divisor = sums.totals(totals[: len(own)], world_size(), ranks_per_layer(root))
-        remove_unused_gradients(parameters, totals[len(own) :], world_size())
+        of_buffers, others = others[: len(buffers)], others[len(buffers) :]
+        of_micro_batches, of_parameters = others[: len(own)], others[len(own) :]
+        if changed and not is_equal(of_buffers, world_size()):
+            check_same_buffers(root, "synchronise the buffers", StepError)
+        loss, tokens, divisor = sums.totals(of_micro_batches, world_size(), ranks_per_layer(root))
+        remove_unused_gradients(parameters, of_parameters, world_size())
     return ReducedStep(
         norm=math.sqrt(squares) / ((scale.value if scale else 1.0) * divisor),
         divisor=divisor,

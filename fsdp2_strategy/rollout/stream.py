@@ -5,6 +5,11 @@ tensors of an iterator.
 
 Steps: determine names and regions, as an export does; group regions that are made of the same tensors into items; put
 items into buckets; yield the tensors of one bucket while the next bucket is gathered.
+
+[Note: changes during a stream] A stream has the weights of the call. A bucket has the values of the time at which it is
+gathered, so weights must not change before the last bucket is gathered. Each rank checks the tensors of a bucket when
+it gathers the bucket. If they have changed, it takes part in the remaining collectives, and raises instead of yielding
+the next tensor. At the end of the stream, the ranks exchange whether one of them has found a change, and all raise.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar, overload
 
@@ -24,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.agreement import all_or_none, any_rank, check_equal, from_rank_0
 from fsdp2_strategy.distributed.lost_ranks import collective
-from fsdp2_strategy.distributed.torch_internals import local_of
+from fsdp2_strategy.distributed.torch_internals import local_of, storage_address
 from fsdp2_strategy.errors import CheckpointError, RolloutError
 from fsdp2_strategy.hf.peft.files import AdapterFiles
 from fsdp2_strategy.hf.peft.merge import Merged, gather_full, without_adapter_modules, without_adapters
@@ -32,8 +37,10 @@ from fsdp2_strategy.hf.regions import sources_of
 from fsdp2_strategy.hf.safetensors_format import memory_of
 from fsdp2_strategy.model.failed_loads import check_usable
 from fsdp2_strategy.model.fsdp_state import class_name, reshard
+from fsdp2_strategy.model.placeholders import values_of
 from fsdp2_strategy.model.ranks import on_ranks_of
 from fsdp2_strategy.model.state import Slot, model_state
+from fsdp2_strategy.model.weight_versions import WeightWatch
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.rollout.bucket import may_start_early
 from fsdp2_strategy.rollout.changes import Found, compare, decide
@@ -111,6 +118,10 @@ def stream_weights(
     remaining collectives when it is closed. In ``for … in stream_weights(…)``, Python closes the iterator as soon as
     the loop ends. If a variable refers to the iterator, close it yourself, for example with ``contextlib.closing``.
 
+    All tensors have the weights of the call. If the weights change before all of them are gathered (an optimizer step,
+    a load, averages of `EMA.swapped_in`), the next tensor is an error. Offloading and reloading the model is allowed.
+    PyTorch does not count changes through ``parameter.data``, so these are not noticed.
+
     A tensor is contiguous and on this rank's device. It does not change while it is held, even if the model does.
     Release each tensor before you request the next: the additional memory is then limited to two buckets, one being
     read and one being gathered. A tensor whose layout in Hugging Face files differs from the model's is copied, which
@@ -118,8 +129,7 @@ def stream_weights(
     first, and hold the tensor until the read is complete.
 
     With ``since``, only the weights that have changed are sent, and ranks compare their shards when this function is
-    called. Do not change the model before the stream ends: a difference has the values of the call, a full tensor may
-    have later ones, which the next stream would not compare. The first such stream, and each stream whose ``since`` is
+    called. The first such stream, and each stream whose ``since`` is
     not the version of the last complete one, sends all weights (``is_full``).
 
     Args:
@@ -146,32 +156,42 @@ def stream_weights(
         nothing for a tensor that has not changed.
 
     Raises:
-        RolloutError: on every rank, if the model has no values, its adapters cannot be merged, or the ranks pass
-            different models or arguments.
+        RolloutError: on every rank, if the model has no values, its adapters cannot be merged, the ranks pass different
+            models or arguments, or the weights have changed since the call.
     """
     root = unwrap_model(model)
+    reshard(root)
+    watch = WeightWatch(root)
     bucket_bytes = sizes.BUCKET_BYTES if bucket_bytes is None else bucket_bytes
     if since is None:
-        return WeightStream(_stream_all(root, dtype, bucket_bytes, merge_adapters=merge_adapters))
-    return _stream_changes(root, dtype, bucket_bytes, since, retain, merge_adapters=merge_adapters)
+        return WeightStream(_stream_all(root, watch, dtype, bucket_bytes, merge_adapters=merge_adapters))
+    return _stream_changes(root, watch, dtype, bucket_bytes, since=since, retain=retain, merge_adapters=merge_adapters)
 
 
 def _stream_all(
-    root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int, *, merge_adapters: bool
+    root: nn.Module, watch: WeightWatch, dtype: torch.dtype | None, bucket_bytes: int, *, merge_adapters: bool
 ) -> Generator[tuple[str, torch.Tensor], None, None]:
-    """Yield all weights, as they are when the first one is requested; collective."""
+    """Yield all weights, as they were when ``watch`` was made; collective."""
     with on_ranks_of(root):  # not around `_run`: code of the caller runs between its steps
-        _, items = _begin(root, dtype, bucket_bytes, [], merge_adapters=merge_adapters)
-    yield from _run_all(items, bucket_bytes)
+        is_collective, items = _begin(root, watch, dtype, bucket_bytes, [], merge_adapters=merge_adapters)
+    stream = _Unchanged(root, watch, is_collective=is_collective)
+    yield from stream.checked(_run_all(items, bucket_bytes, stream))
 
 
 def _stream_changes(
-    root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int, since: str, retain: Retain, *, merge_adapters: bool
+    root: nn.Module,
+    watch: WeightWatch,
+    dtype: torch.dtype | None,
+    bucket_bytes: int,
+    *,
+    since: str,
+    retain: Retain,
+    merge_adapters: bool,
 ) -> WeightStream[Change]:
     """Return a stream of what has changed since a version; collective."""
     with on_ranks_of(root):
         arguments = [dtype, merge_adapters, since, retain]
-        is_collective, items = _begin(root, dtype, bucket_bytes, arguments, merge_adapters=merge_adapters)
+        is_collective, items = _begin(root, watch, dtype, bucket_bytes, arguments, merge_adapters=merge_adapters)
         if retain not in ("copy", "hashes"):  # on every rank: the arguments are equal
             raise RolloutError(
                 f"cannot stream weights: retain is {retain!r}, expected 'copy' or 'hashes'. Pass either."
@@ -196,7 +216,8 @@ def _stream_changes(
                 compared = [compare(item, last.retained) for item in items]
         found = Found(items, []) if compared is None else decide(compared, bucket_bytes, is_collective=is_collective)
     last.count += 1
-    stream = WeightStream(_run_changes(found, bucket_bytes, last))
+    unchanged = _Unchanged(root, watch, is_collective=is_collective)
+    stream = WeightStream(_run_changes(found, bucket_bytes, last, unchanged))
     stream.is_full, stream.version, stream.retained_bytes = is_full, last.next_version, last.retained.nbytes
     stream.full_bytes = sum(r.numel() * r.dtype.itemsize for item in items for r in item.regions.values())
     return stream
@@ -233,10 +254,18 @@ def forget_changes(model: nn.Module) -> None:
 
 
 def _begin(
-    root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int, arguments: Sequence[object], *, merge_adapters: bool
+    root: nn.Module,
+    watch: WeightWatch,
+    dtype: torch.dtype | None,
+    bucket_bytes: int,
+    arguments: Sequence[object],
+    *,
+    merge_adapters: bool,
 ) -> tuple[bool, list[Item]]:
     """Return whether the stream is collective, and its items; gather adapters that are merged; collective if so."""
+    reshard(root)
     if not any(isinstance(parameter, DTensor) for parameter in root.parameters()):
+        _check_unchanged(root, watch)
         try:
             merged, items = _prepare(root, dtype, bucket_bytes, merge_adapters=merge_adapters)
             merged.gather()
@@ -245,7 +274,7 @@ def _begin(
         return False, items
     action = f"stream {class_name(root)}"
     with all_or_none(action, RolloutError):
-        reshard(root)
+        _check_unchanged(root, watch)
         merged, items = _prepare(root, dtype, bucket_bytes, merge_adapters=merge_adapters)
     facts = [*arguments, bucket_bytes, *facts_of(items)]
     check_equal(action, facts, RolloutError, "the same model and arguments on every rank. Pass the same ones.")
@@ -259,7 +288,7 @@ def stream_adapter(model: nn.Module, adapter: str = "default") -> Iterator[tuple
     """Yield the tensors of a peft model's adapter as full tensors, under the names of peft's files; collective.
 
     The adapter is gathered when the first tensor is requested; later requests run no collectives. Every rank must
-    request the first tensor.
+    request the first tensor. All tensors have the weights of the call, and do not change while they are held.
 
     Args:
         model: a peft model, sharded or not, offloaded or not, or a wrapper.
@@ -269,11 +298,21 @@ def stream_adapter(model: nn.Module, adapter: str = "default") -> Iterator[tuple
         Name and tensor, as in ``adapter_model.safetensors``, in the dtype of the shards.
 
     Raises:
-        RolloutError: on every rank, if the model has no such adapter, or trains more than its adapters.
+        RolloutError: on every rank, if the model has no such adapter, trains more than its adapters, or has changed
+            between the call and the request of the first tensor.
     """
     root = unwrap_model(model)
     reshard(root)
+    return _stream_adapter(root, WeightWatch(root), adapter)
+
+
+def _stream_adapter(root: nn.Module, watch: WeightWatch, adapter: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of an adapter, as they were when ``watch`` was made; collective."""
+    is_collective = any(isinstance(parameter, DTensor) for parameter in root.parameters())
     with on_ranks_of(root):
+        with all_or_none(f"stream {class_name(root)}", RolloutError) if is_collective else nullcontext():
+            reshard(root)
+            _check_unchanged(root, watch)
         try:
             files, tensors = AdapterFiles.of(root)
         except CheckpointError as error:
@@ -286,6 +325,9 @@ def stream_adapter(model: nn.Module, adapter: str = "default") -> Iterator[tuple
         sources = {name: tensors[sources_of(region)[0]] for name, region in files.regions[adapter].items()}
         with torch.no_grad():
             gathered = gather_full({id(tensor): tensor for tensor in sources.values()})
+            for key, tensor in {id(tensor): tensor for tensor in sources.values()}.items():
+                if storage_address(gathered[key]) == storage_address(values_of(tensor)):  # not gathered: one rank
+                    gathered[key] = gathered[key].clone()
     for name, tensor in sources.items():
         yield name, gathered[id(tensor)].detach()
 
@@ -302,14 +344,75 @@ def _prepare(
     return merged, (cached_items if merged.model is root else make_items)(merged.model, dtype)
 
 
-def _run_all(items: Sequence[Item], bucket_bytes: int) -> Generator[tuple[str, torch.Tensor], None, None]:
+class _Unchanged:
+    """Raise if the weights change during a stream; see [Note: changes during a stream]."""
+
+    def __init__(self, root: nn.Module, watch: WeightWatch, *, is_collective: bool) -> None:
+        self._root, self._watch, self._is_collective = root, watch, is_collective
+        self._has_changed = False
+
+    def add(self, bucket: RegionBucket) -> None:
+        """Check the tensors of a bucket whose values were just read; not collective."""
+        self._has_changed |= self._watch.any_changed(part.tensor for part in bucket.parts.values())
+
+    def check(self) -> None:
+        """Raise RolloutError if a bucket of this rank has other values than those of the call; not collective."""
+        if self._has_changed:
+            raise _changed(self._root)
+
+    def checked(self, pairs: Generator[tuple[str, T], None, None]) -> Generator[tuple[str, T], None, None]:
+        """Yield the pairs; when they end, raise on every rank if the weights of any rank have changed; collective."""
+        try:
+            yield from pairs
+        except GeneratorExit:
+            self._has_changed_anywhere()  # the other ranks may read on
+            raise
+        except RolloutError:
+            if self._has_changed:
+                self._has_changed_anywhere()
+            raise
+        if self._has_changed_anywhere():
+            raise _changed(self._root)
+
+    def _has_changed_anywhere(self) -> bool:
+        if not self._is_collective:
+            return self._has_changed
+        with on_ranks_of(self._root):
+            return any_rank(self._has_changed)
+
+
+def _check_unchanged(root: nn.Module, watch: WeightWatch) -> None:
+    """Raise RolloutError if any weight has changed since the watch began; not collective."""
+    if watch.any_changed():
+        raise _changed(root)
+
+
+def _changed(root: nn.Module) -> RolloutError:
+    return RolloutError(
+        f"cannot stream {class_name(root)}: its weights have changed since the stream began, expected the weights of "
+        "the call for all tensors. Read the stream to its end before the next optimizer step or load, or begin a new "
+        "one."
+    )
+
+
+def _run_all(
+    items: Sequence[Item], bucket_bytes: int, unchanged: _Unchanged
+) -> Generator[tuple[str, torch.Tensor], None, None]:
     """Yield the tensors of items in full; collective."""
     buckets = pack(items, bucket_bytes)
-    yield from _run(buckets, is_early=may_start_early(buckets, bucket_bytes))
+    yield from _run(buckets, unchanged, is_early=may_start_early(buckets, bucket_bytes))
 
 
-def _run_changes(found: Found, bucket_bytes: int, last: _Last) -> Generator[tuple[str, Change], None, None]:
+def _run_changes(
+    found: Found, bucket_bytes: int, last: _Last, unchanged: _Unchanged
+) -> Generator[tuple[str, Change], None, None]:
     """Yield what was found; collective. When all of it was requested, the version of the stream is known."""
+    yield from unchanged.checked(_run_found(found, bucket_bytes, unchanged))
+    last.is_complete = True
+
+
+def _run_found(found: Found, bucket_bytes: int, unchanged: _Unchanged) -> Generator[tuple[str, Change], None, None]:
+    """Yield the differences, which were found at the call, and then the full tensors; collective."""
     waiting = deque(found.buckets)
     try:
         while waiting:
@@ -317,18 +420,21 @@ def _run_changes(found: Found, bucket_bytes: int, last: _Last) -> Generator[tupl
     except BaseException:  # the caller left the loop: take part in the remaining collectives
         for bucket in waiting:
             bucket.gather()
-        for _ in _run_all(found.full, bucket_bytes):
-            pass
+        with suppress(RolloutError):  # of `unchanged`, after the collectives
+            for _ in _run_all(found.full, bucket_bytes, unchanged):
+                pass
         raise
-    yield from _run_all(found.full, bucket_bytes)
-    last.is_complete = True
+    yield from _run_all(found.full, bucket_bytes, unchanged)
 
 
-def _run(buckets: Sequence[RegionBucket], *, is_early: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def _run(
+    buckets: Sequence[RegionBucket], unchanged: _Unchanged, *, is_early: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of one bucket while the next bucket is gathered; collective.
 
     Args:
         buckets: the buckets in their order.
+        unchanged: checks the weights of each bucket.
         is_early: whether to start the next bucket before the first tensor of the current bucket is yielded. At that
             time, the caller may still hold a tensor of the previous bucket.
     """
@@ -339,6 +445,7 @@ def _run(buckets: Sequence[RegionBucket], *, is_early: bool) -> Iterator[tuple[s
         while waiting and len(started) < at_most:
             started.append(waiting.popleft())
             started[-1].start()
+            unchanged.add(started[-1])
 
     def finish() -> None:
         bucket = started.popleft()
@@ -352,9 +459,10 @@ def _run(buckets: Sequence[RegionBucket], *, is_early: bool) -> Iterator[tuple[s
         started[0].wait()
         try:
             for name, make in started[0].outputs():
+                unchanged.check()
                 yield name, make()
                 start(2)  # the caller has released the last tensor of the previous bucket
-        except BaseException:  # the caller left the loop: take part in the remaining collectives
+        except BaseException:  # the caller left the loop, or weights changed: take part in the remaining collectives
             while started:
                 finish()
                 start(1)

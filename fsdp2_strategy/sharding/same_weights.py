@@ -32,8 +32,8 @@ def check_same_everywhere(name: str, planned: object, parameters: Mapping[str, n
         ShardError: plans or weights differ between the ranks.
     """
     expected = (
-        "the same options, and a model with the same names, shapes, dtypes and frozen parameters, on every rank. Build "
-        "it from the same configuration."
+        "the same options, and a model with the same names, shapes, dtypes and frozen parameters in the same order, on "
+        "every rank. Build it from the same configuration."
     )
     check_equal(f"shard {name}", planned, ShardError, expected)
     parameters = {name: p for name, p in parameters.items() if not p.is_meta}

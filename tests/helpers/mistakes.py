@@ -19,6 +19,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from fsdp2_strategy import (
+    EMA,
     ArgumentError,
     CheckpointError,
     ConfigError,
@@ -37,6 +38,7 @@ from fsdp2_strategy import (
     build_optimizer,
 )
 from fsdp2_strategy.compat.lightrft import get_strategy
+from fsdp2_strategy.rollout import stream_weights
 from helpers.folders import small_tokenizer
 from helpers.models import batch_of, build, loss_of
 from helpers.training import prepared, strategy_for, train
@@ -129,6 +131,13 @@ def on_rank_0(change: Callable[[], object]) -> None:
     if dist.get_rank() == 0:
         change()
     dist.barrier()
+
+
+def two_models(strategy):
+    """Return an actor and a critic by name, and the actor's optimizer."""
+    models = {name: strategy.prepare_model(build("llama"), is_training=True) for name in ("actor", "critic")}
+    optimizers = [strategy.create_optimizer(model, lr=0.1) for model in models.values()]
+    return models, optimizers[0]
 
 
 def saved(folder: Path, steps: int = 1):
@@ -691,6 +700,19 @@ def a_directory_of_metrics_that_is_lost(folder):
             metrics.log(strategy.optimizer_step(optimizer, model, scheduler))
 
 
+@mistake(
+    "cannot run backward: the parameters of LlamaForCausalLM are the averages of ema.swapped_in",
+    StepError,
+    "A training step was taken in the block of an evaluation of averages.",
+    "Leave the block first. Evaluate, export and stream the averages within it.",
+)
+def a_backward_pass_of_averages(folder):
+    strategy = strategy_for()
+    model, optimizer, _ = prepared(strategy)
+    with EMA(model).swapped_in(model):
+        strategy.backward(loss_of("llama", model, batch_of("llama", 0, dist.get_rank())), model, optimizer)
+
+
 # --- saving -----------------------------------------------------------------------------------------------------------
 
 _section[0] = "Saving"
@@ -723,6 +745,31 @@ def checkpoints_of_one_name(folder):
         strategy.backward(loss_of("llama", model, batch_of("llama", step, dist.get_rank())), model, optimizer)
         optimizer.step()
         strategy.save_ckpt(model, folder / "ckpts")
+
+
+@mistake(
+    "cannot save or load: the parameters of LlamaForCausalLM are the averages of ema.swapped_in",
+    CheckpointError,
+    "A checkpoint was saved in the block of an evaluation of averages, which would replace the weights.",
+    "Save after the block; pass `ema=` to save the averages, too.",
+)
+def a_save_of_averages_as_the_weights(folder):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy)
+    with EMA(model).swapped_in(model):
+        strategy.save_ckpt(model, folder / "ckpts")
+
+
+@mistake(
+    "optimizer is a AdamW, expected a mapping by the names of the models (actor, critic)",
+    ArgumentError,
+    "Several models are saved by one call, with the optimizer of one of them.",
+    'Pass `optimizer={"actor": ...}`, or omit it: those of `create_optimizer` are saved.',
+)
+def one_optimizer_for_several_models(folder):
+    strategy = strategy_for()
+    models, optimizer = two_models(strategy)
+    strategy.save_ckpt(models, folder / "ckpts", optimizer=optimizer)
 
 
 @mistake(
@@ -923,6 +970,50 @@ def a_load_before_the_schedule(folder):
 def a_tag_that_does_not_exist(folder):
     strategy, model, *_ = saved(folder)
     strategy.load_ckpt(model, folder / "ckpts", tag="global_step2")
+
+
+@mistake(
+    "it has the models actor, critic, expected a checkpoint of one model. Pass a mapping of models by name",
+    CheckpointError,
+    "The checkpoint was saved by one call for several models.",
+    'Pass the same names: `load_ckpt({"actor": actor, "critic": critic}, ...)`.',
+)
+def one_model_of_several(folder):
+    strategy = strategy_for()
+    models, _ = two_models(strategy)
+    strategy.save_ckpt(models, folder / "ckpts")
+    strategy.load_ckpt(models["actor"], folder / "ckpts")
+
+
+@mistake(
+    "it has one model without a name, expected the models actor, critic",
+    CheckpointError,
+    "The checkpoint was saved with the model itself.",
+    "Pass the model instead of a mapping.",
+)
+def several_models_of_one(folder):
+    strategy = strategy_for()
+    models, _ = two_models(strategy)
+    strategy.save_ckpt(models["actor"], folder / "ckpts")
+    strategy.load_ckpt(models, folder / "ckpts")
+
+
+@mistake(
+    "a kill between the calls leaves them at different steps: save and load them by one call",
+    None,
+    "Actor and critic were saved by one call each, and the run was killed between the two.",
+    "Save both by one call; to resume this run, load both at the same step with `tag=`.",
+)
+def models_of_different_steps(folder):
+    strategy = strategy_for()
+    models, _ = two_models(strategy)
+    for name, model in models.items():
+        strategy.save_ckpt(model, folder / name)
+    optimizer = strategy.create_optimizer(models["actor"], lr=0.1)
+    train(strategy, models["actor"], optimizer, None, range(1))
+    strategy.save_ckpt(models["actor"], folder / "actor")
+    for name, model in models.items():
+        strategy.load_ckpt(model, folder / name)
 
 
 @mistake(
@@ -1202,6 +1293,19 @@ def weights_without_an_engine(folder):
 )
 def engines_over_a_number_of_ranks_that_does_not_divide(folder):
     get_strategy({"engine_tp_size": 3}, train_batch_size=dist.get_world_size())
+
+
+@mistake(
+    "its weights have changed since the stream began, expected the weights of the call for all tensors",
+    RolloutError,
+    "An optimizer step was taken, or weights were loaded, while `stream_weights` was half read.",
+    "Read the stream to its end before the next step.",
+)
+def a_step_within_a_stream(folder):
+    strategy = strategy_for()
+    model, optimizer, scheduler = prepared(strategy)
+    for _ in stream_weights(model, bucket_bytes=1):
+        train(strategy, model, optimizer, scheduler, range(1))
 
 
 # --- ranks ------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ Input: the namespace of LightRFT's parser. Output: a strategy for its scripts; s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.checkpoint.load import foreign_training_state
+from fsdp2_strategy.checkpoint.several_models import Models
 from fsdp2_strategy.compat.lightrft.critic_export import is_critic, is_plain_wrapper, save_critic
 from fsdp2_strategy.compat.lightrft.generation import (
     Generation,
@@ -304,10 +305,10 @@ class LightRFTStrategy(FSDPV2Strategy):
     @collective
     def load_ckpt(
         self,
-        model: nn.Module,
+        model: Models,
         load_dir: str | Path,
-        optimizer: Optimizer | None = None,
-        scheduler: LRScheduler | None = None,
+        optimizer: Optimizer | Mapping[str, Optimizer | None] | None = None,
+        scheduler: LRScheduler | Mapping[str, LRScheduler | None] | None = None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
