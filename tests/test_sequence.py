@@ -6,6 +6,8 @@ import copy
 import gc
 import json
 import logging
+import subprocess
+import sys
 import time
 from unittest.mock import patch
 
@@ -792,3 +794,18 @@ def test_a_part_that_no_prepared_model_computes_is_reported():
                 assert any("no prepared model" in text for text in messages) == is_reported, messages
     finally:
         logger.removeHandler(handler)
+
+
+OUTLIVES = """
+import builtins, torch, torch.distributed as dist
+from fsdp2_strategy import shard_sequence
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+builtins.kept = shard_sequence({"input_ids": torch.ones(2, 8, dtype=torch.long)}, dist.group.WORLD)
+"""
+
+
+def test_an_unused_part_that_outlives_the_program_is_warned_of_without_an_error():
+    run = subprocess.run([sys.executable, "-c", OUTLIVES], capture_output=True, text=True, check=True, timeout=100)
+    assert "a part of sequences was used by no prepared model" in run.stderr
+    assert "Exception ignored" not in run.stderr
