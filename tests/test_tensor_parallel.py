@@ -350,6 +350,25 @@ def test_lora_is_split_like_the_layers_that_it_adapts():
     assert shapes[f"{of}.mlp.down_proj.lora_B.default.weight"] == (16, 4)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("saved", "tied"),
+    [
+        pytest.param(["embed_tokens", "lm_head", "k_proj"], False),
+        pytest.param(["embed_tokens"], True, marks=pytest.mark.full),
+        pytest.param(["lm_head"], True, marks=pytest.mark.full),
+        pytest.param(["embed_tokens", "lm_head", "down_proj", "norm"], True, marks=pytest.mark.full),
+        pytest.param(["mlp"], False, marks=pytest.mark.full),
+    ],
+)
+def test_modules_that_an_adapter_saves_are_split_as_without_it(saved, tied):
+    model = lora(small(tie_word_embeddings=tied), target_modules=["q_proj"], modules_to_save=saved)
+    train_beside_reference(model, split_over_two(), tolerances=IN_FLOAT64, steps=2)
+    if "embed_tokens" in saved:
+        copied = model.get_input_embeddings().modules_to_save["default"]
+        assert copied.weight.to_local().shape[0] == model.config.vocab_size // 2
+
+
 @pytest.mark.ranks(4)
 @pytest.mark.full
 def test_a_wrapper_around_a_model_is_split_by_the_plan_of_the_model():
@@ -703,6 +722,9 @@ def test_models_that_cannot_be_split_are_refused_by_name():
         ShardError, match=r"q_proj: it is a Linear of peft, and its parameters lora_magn.* cannot be split"
     ):
         strategy.prepare_model(lora(small(), use_dora=True), is_training=True)
+    with pytest.raises(ShardError, match=r"embed_tokens: it is a TrainableTokensWrapper, .* expected an embedding"):
+        tokens = lora(small(), target_modules=["q_proj"], trainable_token_indices=[1, 2])
+        strategy.prepare_model(tokens, is_training=True)
     with pytest.raises(ShardError, match=r"plan cannot be checked, because a tiny model .* failed: .*\(broken\)"):
         broken = small()
         broken.config.__class__ = type("LlamaConfig", (LlamaConfig,), {"from_dict": _broken})
