@@ -213,8 +213,8 @@ def _plain_tensors(
         if reason:
             raise CheckpointError(
                 f"cannot load {name}: {first.name}, a tensor on meta that is not registered, {reason}, expected one "
-                "that its constructor computes under init_on_meta. Register it as a buffer or parameter and use it by that "
-                "name, compute it in forward, or build the model outside of init_on_meta."
+                "that its constructor computes under init_on_meta. Register it as a buffer or parameter and use it by "
+                "that name, compute it in forward, or build the model outside of init_on_meta."
             )
     return aliases, plain
 

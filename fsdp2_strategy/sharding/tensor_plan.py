@@ -35,6 +35,12 @@ _PACKED = ("PackedColwiseParallel", "PackedRowwiseParallel")
 _SPLITS_OUTPUTS = ("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise")
 _SPLITS_FULL_INPUTS = ("rowwise_split_input", "rowwise_rep")
 _ON_ANY_MODULE = ("mla_kv_a_proj", "all_reduce", "replicate", "replicated_with_grad_allreduce")
+_KINDS: dict[str, tuple[type[nn.Module], str]] = {
+    "colwise": (nn.Linear, "a linear layer"),
+    "rowwise": (nn.Linear, "a linear layer"),
+    "embedding": (nn.Embedding, "an embedding"),
+}
+"""The class of modules that styles with these prefixes split, and its description."""
 _NOT_SUPPORTED = {"sequence_parallel": "it splits sequences, which sequence_parallel_size does"}
 
 
@@ -200,13 +206,11 @@ def _styles_of_module(
             found[full] = of_parameter
     if style is not None:
         found[name] = style
-        kinds = {"colwise": (nn.Linear, "a linear layer"), "rowwise": (nn.Linear, "a linear layer")}
-        kinds["embedding"] = (nn.Embedding, "an embedding")
-        kind, layer = next((kinds[start] for start in kinds if style.startswith(start)), (nn.Module, ""))
+        kind, layer = next((kind for start, kind in _KINDS.items() if style.startswith(start)), (nn.Module, ""))
         if not isinstance(module, kind):
             raise ShardError(
-                f"cannot split {name}: it is a {class_name(module)}, and its style {style!r} is for nn.{kind.__name__}, "
-                f"expected {layer}. Correct the plan, or set tensor_parallel_size=1."
+                f"cannot split {name}: it is a {class_name(module)}, and its style {style!r} is for "
+                f"nn.{kind.__name__}, expected {layer}. Correct the plan, or set tensor_parallel_size=1."
             )
     return found
 
@@ -217,10 +221,10 @@ def _styles_of_saved(name: str, wrapper: nn.Module, plan: Mapping[str, str], sty
     if not isinstance(copies, nn.ModuleDict):
         raise ShardError(
             f"cannot split {name}: it is a {class_name(wrapper)} of peft, and its parameters cannot be split with the "
-            f"style {style!r}, expected the module itself, LoRA of a linear layer, or one of modules_to_save. Leave this "
-            "module out of the adapter, or set tensor_parallel_size=1."
+            f"style {style!r}, expected the module itself, LoRA of a linear layer, or one of modules_to_save. Leave "
+            "this module out of the adapter, or set tensor_parallel_size=1."
         )
-    found = {}
+    found: dict[str, str] = {}
     for child in ("original_module", *(f"modules_to_save.{adapter}" for adapter in copies)):
         found |= _styles_of_module(f"{name}.{child}", wrapper.get_submodule(child), plan, style)
     return found
