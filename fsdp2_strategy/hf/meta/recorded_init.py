@@ -41,6 +41,7 @@ from fsdp2_strategy.distributed.torch_internals import (
     INIT_WITHOUT_OPERATIONS,
     TorchDispatchMode,
     changes_of,
+    copy_operator,
     negated_view,
     remember_device_constructors,
     schema_of,
@@ -302,7 +303,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         meta = value.to("meta")
         kwargs = {"device": torch.device("meta")}
         changes = frozenset({storage_of(meta)})
-        self._add(_Operation(torch.ops.aten._to_copy.default, (value,), kwargs, changes, outputs={0: meta.detach()}))
+        self._add(_Operation(copy_operator(), (value,), kwargs, changes, outputs={0: meta.detach()}))
         return meta
 
     def _values_of(self, tensor: torch.Tensor) -> tuple[str, torch.Tensor | None]:
