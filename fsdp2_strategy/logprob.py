@@ -41,7 +41,7 @@ from fsdp2_strategy.model.ranks import on_ranks_of
 from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.routing.passes import without_routing
-from fsdp2_strategy.sequence.exchange import gather_sequence
+from fsdp2_strategy.sequence.exchange import gather_results
 from fsdp2_strategy.sequence.prepare import sequence_group_of
 from fsdp2_strategy.sequence.shard import ARGUMENT as SHARD
 from fsdp2_strategy.sequence.shard import shard_sequence
@@ -141,9 +141,7 @@ def token_log_probs(
     found = _run_with_head(root, head, compute, inputs)
     if shard is not None:  # [1 or 2, batch, rows of this part] -> [1 or 2, batch, last]
         of_part = pad(found, (rows.begin, shard.local_length - rows.end))
-        found = gather_sequence(of_part, shard.ranks, dim=2)[
-            ..., input_ids.shape[1] - last - 1 : input_ids.shape[1] - 1
-        ]
+        found = gather_results(of_part, shard.ranks, dim=2)[..., input_ids.shape[1] - last - 1 : input_ids.shape[1] - 1]
     return (found[0], found[1]) if entropy else found[0]
 
 

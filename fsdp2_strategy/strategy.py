@@ -157,9 +157,9 @@ class FSDPV2Strategy(TrainingStrategy):
     def all_reduce(self, data: Any, op: collectives.Op = "mean") -> Any:
         """Reduce numbers, tensors and dicts of them over all ranks; collective; see `collectives.all_reduce`.
 
-        Ranks that share layers have the same batch: in a sum, they count once.
+        Ranks that share layers or sequences have the same batch: in a sum, they count once.
         """
-        return collectives.all_reduce(data, op, copies=self.tp_size)
+        return collectives.all_reduce(data, op, copies=self.tp_size * self.sp_size)
 
     @collective
     def all_gather(self, data: Any) -> Any:

@@ -51,13 +51,12 @@ from fsdp2_strategy.errors import (
     some,
 )
 from fsdp2_strategy.hf.export import save_model
-from fsdp2_strategy.hf.load import load_pretrained
+from fsdp2_strategy.hf.load import load_pretrained, needs_values
 from fsdp2_strategy.hf.meta.init_on_meta import init_on_meta
 from fsdp2_strategy.hf.trainer_layout import TrainerLayout
 from fsdp2_strategy.model.buffers import differing_buffers
 from fsdp2_strategy.model.fsdp_state import has_unsharded_parameters, is_sharded
 from fsdp2_strategy.model.gradients import clear_gradients
-from fsdp2_strategy.model.materialize import has_uninitialised_tensors
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.model.offload import free_host_buffers
 from fsdp2_strategy.model.ranks import on_ranks_of
@@ -334,7 +333,7 @@ class TrainingStrategy:
             compile_blocks=config.compile_blocks,
             forward_methods=config.forward_methods,
         )
-        if has_uninitialised_tensors(model):
+        if needs_values(model):
             load_pretrained(model)
         if self.sp_size > 1:
             prepare_for_split(model, self.sp_group, is_training=is_training)

@@ -6,6 +6,8 @@ import copy
 import gc
 import json
 import logging
+import subprocess
+import sys
 import time
 from unittest.mock import patch
 
@@ -792,3 +794,82 @@ def test_a_part_that_no_prepared_model_computes_is_reported():
                 assert any("no prepared model" in text for text in messages) == is_reported, messages
     finally:
         logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize(("sp", "shard_size"), layouts("2x2", "2"))
+def test_tokens_of_full_sequences_count_once_in_every_way_of_counting(sp, shard_size):
+    """Losses of full sequences from `token_log_probs`, in two micro-batches with different numbers of tokens."""
+    with strategy_for(sp, gradient_accumulation_steps=2) as strategy:
+        model = build("llama").double()
+        unsharded = copy.deepcopy(model)
+        optimizer = prepared(strategy, model, shard_size, lr=0.0, weight_decay=0.0)
+
+        def summed(policy, ids):
+            mask = (ids[:, 1:] % 3 > 0).double()
+            return -(token_log_probs(policy, ids) * mask).sum(), int(mask.sum())
+
+        steps = [[ids_of(number, rank) for rank in range(strategy.dp_size)] for number in range(2)]
+        counted_by_hand = [[summed(unsharded, ids) for ids in of_ranks] for of_ranks in steps]
+        tokens = sum(count for of_ranks in counted_by_hand for _, count in of_ranks)
+        expected = sum(loss for of_ranks in counted_by_hand for loss, _ in of_ranks) / tokens
+        expected.backward()
+        grads = {name: parameter.grad for name, parameter in unsharded.named_parameters()}
+        own = sum(of_ranks[strategy.dp_rank][1] for of_ranks in counted_by_hand)
+        assert strategy.all_reduce({"n": torch.tensor(own)}, "sum")["n"] == tokens
+        for way in ("num_items_in_batch", "num_items", "num_items, tensor", "num_tokens"):
+            for of_ranks in steps:
+                loss, count = summed(model, of_ranks[strategy.dp_rank])
+                if way == "num_items_in_batch":
+                    strategy.backward(loss, model, optimizer, num_items_in_batch=tokens)
+                elif way == "num_tokens":
+                    given = loss * (2 * strategy.dp_size / tokens)
+                    strategy.backward(given, model, optimizer, num_tokens=count)
+                else:
+                    given = count if way == "num_items" else torch.tensor(count)
+                    strategy.backward(loss, model, optimizer, num_items=given)
+                if of_ranks is steps[-1] and "num_items," not in way and way != "num_items":
+                    assert_close(full_grads(model), grads, 1e-8, "gradient of")
+                result = strategy.optimizer_step(optimizer, model)
+            assert result.tokens == tokens, way
+            assert result.loss == pytest.approx(expected.item(), rel=1e-10), way
+            norm = torch.stack([grad.norm() for grad in grads.values()]).norm().item()
+            assert result.grad_norm == pytest.approx(norm, rel=1e-8), way
+
+
+@pytest.mark.ranks(2)
+def test_tokens_of_parts_count_once():
+    with strategy_for(2) as strategy:
+        model = build("llama").double()
+        unsharded = copy.deepcopy(model)
+        optimizer = prepared(strategy, model, lr=0.0, weight_decay=0.0)
+        ids = ids_of(0, 0)
+        expected = unsharded(**plain(ids)).loss
+        expected.backward()
+        tokens = ids[:, 1:].numel()
+        for way in ("num_items_in_batch", "num_items", "num_tokens"):
+            part = strategy.shard_sequence(plain(ids))
+            count = int((part["shift_labels"] != -100).sum())
+            loss = loss_of(model, part)
+            of_part = loss * part["num_items_in_batch"]  # the sum over this rank's part
+            given = {"num_items_in_batch": tokens, "num_items": count, "num_tokens": count}[way]
+            strategy.backward(loss if way == "num_tokens" else of_part, model, optimizer, **{way: given})
+            result = strategy.optimizer_step(optimizer, model)
+            assert result.tokens == tokens, way
+            assert result.loss == pytest.approx(expected.item(), rel=1e-6), way
+            norm = torch.stack([p.grad.norm() for p in unsharded.parameters()]).norm().item()
+            assert result.grad_norm == pytest.approx(norm, rel=1e-6), way
+
+
+OUTLIVES = """
+import builtins, torch, torch.distributed as dist
+from fsdp2_strategy import shard_sequence
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+builtins.kept = shard_sequence({"input_ids": torch.ones(2, 8, dtype=torch.long)}, dist.group.WORLD)
+"""
+
+
+def test_an_unused_part_that_outlives_the_program_is_warned_of_without_an_error():
+    run = subprocess.run([sys.executable, "-c", OUTLIVES], capture_output=True, text=True, check=True, timeout=100)
+    assert "a part of sequences was used by no prepared model" in run.stderr
+    assert "Exception ignored" not in run.stderr

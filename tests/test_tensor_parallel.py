@@ -349,6 +349,25 @@ def test_lora_is_split_like_the_layers_that_it_adapts():
     assert shapes[f"{of}.mlp.down_proj.lora_B.default.weight"] == (16, 4)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("saved", "tied"),
+    [
+        pytest.param(["embed_tokens", "lm_head", "k_proj"], False),
+        pytest.param(["embed_tokens"], True, marks=pytest.mark.full),
+        pytest.param(["lm_head"], True, marks=pytest.mark.full),
+        pytest.param(["embed_tokens", "lm_head", "down_proj", "norm"], True, marks=pytest.mark.full),
+        pytest.param(["mlp"], False, marks=pytest.mark.full),
+    ],
+)
+def test_modules_that_an_adapter_saves_are_split_as_without_it(saved, tied):
+    model = lora(small(tie_word_embeddings=tied), target_modules=["q_proj"], modules_to_save=saved)
+    train_beside_reference(model, split_over_two(), tolerances=IN_FLOAT64, steps=2)
+    if "embed_tokens" in saved:
+        copied = model.get_input_embeddings().modules_to_save["default"]
+        assert copied.weight.to_local().shape[0] == model.config.vocab_size // 2
+
+
 @pytest.mark.ranks(4)
 @pytest.mark.full
 def test_a_wrapper_around_a_model_is_split_by_the_plan_of_the_model():
@@ -480,6 +499,129 @@ def test_dropout_is_equal_on_ranks_that_share_layers_and_reproducible():
     dist.all_gather(of_ranks, outputs[0].detach().contiguous())
     assert torch.equal(of_ranks[0], of_ranks[1]) and torch.equal(of_ranks[2], of_ranks[3])
     assert not torch.equal(of_ranks[0], of_ranks[2])
+
+
+class Masked(nn.Module):
+    """Dropout that keeps its last mask, or uses a given one."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout, self.mask, self.given = nn.Dropout(0.5), None, None
+
+    def forward(self, x):
+        self.mask = self.dropout(torch.ones_like(x)) if self.given is None else self.given
+        return x * self.mask
+
+
+class DroppingMlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.before, self.inside, self.after = Masked(), Masked(), Masked()
+
+    def forward(self, x):
+        full = self.before(x)
+        return x + self.after(self.down(self.inside(self.up(full) * self.gate(full))))
+
+
+def masks_of(model, ranks=1):
+    """Return the masks of a model; those of a part of the activations are concatenated."""
+    masks = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Masked):
+            of_ranks = [torch.empty_like(module.mask) for _ in range(ranks)]
+            dist.all_gather(of_ranks, module.mask.contiguous())
+            masks[name] = of_ranks
+    return masks
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_dropout_of_split_activations_has_independent_masks_and_the_numbers_of_the_unsharded_model(recomputes):
+    torch.manual_seed(0)
+    model = Mlps().double()
+    model.layers = nn.ModuleList(DroppingMlp() for _ in range(2)).double()
+    unsharded = copy.deepcopy(model)
+    plan = {"layers.*.up": "colwise", "layers.*.gate": "colwise", "layers.*.down": "rowwise"}
+    strategy = split_over_two(tensor_parallel_plan=plan, activation_checkpointing=recomputes)
+    strategy.prepare_model(model, is_training=True)
+    batch = batch_of_mlps(0)
+    for step in range(2):
+        torch.manual_seed(5 + step)
+        loss = of_mlps(model, batch)
+        masks = masks_of(model, 2)
+        for name, (own, other) in masks.items():
+            assert torch.equal(own, other) == ("inside" not in name), name
+            given = torch.cat([own, other], dim=-1) if "inside" in name else own
+            unsharded.get_submodule(name.replace("_checkpoint_wrapped_module.", "")).given = given
+        assert len({str(mask) for of_ranks in masks.values() for mask in of_ranks}) == 8, "no mask is used twice"
+        expected = of_mlps(unsharded, batch)
+        assert torch.allclose(loss, expected, rtol=1e-10)
+        strategy.backward(loss, model)
+        expected.backward()
+        for name, gradient in whole_grads(model).items():
+            assert torch.allclose(gradient, unsharded.get_parameter(name).grad, rtol=1e-8, atol=1e-12), name
+    state = torch.get_rng_state()
+    of_ranks = [torch.empty_like(state) for _ in range(2)]
+    dist.all_gather(of_ranks, state)
+    assert torch.equal(*of_ranks), "the common state is equal after the pass"
+
+
+def dropping(**options):
+    """Build a Llama with dropout in attention and before each LoRA matrix."""
+    model = small(attention_dropout=0.5, attn_implementation="eager")
+    targets = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj", "lm_head"]
+    return lora(model, lora_dropout=0.5, target_modules=targets, **options).train()
+
+
+@pytest.mark.ranks(2)
+def test_heads_and_adapters_of_rowwise_layers_draw_independent_masks_and_all_others_common_ones():
+    drawn = []
+
+    def recorded(x, p=0.5, training=True, _inplace=False):
+        out = torch.dropout(x, p, training)
+        drawn.append((out == 0).double())
+        return out
+
+    model = dropping()
+    strategy = split_over_two()
+    strategy.prepare_model(model, is_training=True)
+    optimizer = strategy.create_optimizer(model, lr=1e-3)
+    torch.manual_seed(7)
+    with patch("torch.nn.functional.dropout", recorded):
+        loss = loss_of(model, batch_for(model, 0))
+    strategy.backward(loss, model, optimizer)  # raises if the losses differ
+    strategy.optimizer_step(optimizer, model)
+    # q, v, attention, o, up, down of two layers, and the head
+    assert len(drawn) == 13
+    for number, mask in enumerate(drawn):
+        of_ranks = [torch.empty_like(mask) for _ in range(2)]
+        dist.all_gather(of_ranks, mask.contiguous())
+        is_split = number < 12 and number % 6 in (2, 3, 5)
+        assert torch.equal(*of_ranks) != is_split, number
+
+
+@pytest.mark.ranks(2)
+def test_a_run_with_dropout_in_split_layers_resumes_bitwise(tmp_path):
+    losses = []
+    for is_resumed in (False, True):
+        model, strategy = dropping(), split_over_two(seed=3)
+        strategy.prepare_model(model, is_training=True)
+        optimizer = strategy.create_optimizer(model, lr=1e-2)
+        if is_resumed:
+            strategy.load_ckpt(model, tmp_path)
+        else:
+            strategy.set_seed(3, per_rank=True)
+        own = []
+        for step in range(2 if is_resumed else 0, 4):
+            loss = loss_of(model, batch_for(model, step))
+            strategy.backward(loss, model, optimizer)
+            strategy.optimizer_step(optimizer, model)
+            own.append(loss.item())
+            if step == 1:
+                strategy.save_ckpt(model, tmp_path)
+        losses.append(own)
+    assert losses[1] == losses[0][2:]
 
 
 @pytest.mark.ranks(2)
@@ -702,6 +844,9 @@ def test_models_that_cannot_be_split_are_refused_by_name():
         ShardError, match=r"q_proj: it is a Linear of peft, and its parameters lora_magn.* cannot be split"
     ):
         strategy.prepare_model(lora(small(), use_dora=True), is_training=True)
+    with pytest.raises(ShardError, match=r"embed_tokens: it is a TrainableTokensWrapper, .* expected an embedding"):
+        tokens = lora(small(), target_modules=["q_proj"], trainable_token_indices=[1, 2])
+        strategy.prepare_model(tokens, is_training=True)
     with pytest.raises(ShardError, match=r"plan cannot be checked, because a tiny model .* failed: .*\(broken\)"):
         broken = small()
         broken.config.__class__ = type("LlamaConfig", (LlamaConfig,), {"from_dict": _broken})

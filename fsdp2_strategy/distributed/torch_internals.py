@@ -523,3 +523,8 @@ def end_workers(iterator: object) -> None:
 def forget_workers(loader: Any) -> None:
     """Drop a DataLoader's persistent workers, so that its next iterator starts new ones."""
     loader._iterator = None
+
+
+def copy_operator() -> Any:
+    """Return the operator that copies a tensor to a device or dtype."""
+    return torch.ops.aten._to_copy.default

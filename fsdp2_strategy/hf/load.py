@@ -10,7 +10,7 @@ checks of headers and tied weights are made before the model changes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,8 +22,20 @@ from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import current_device
 from fsdp2_strategy.errors import CheckpointError, counted, some
 from fsdp2_strategy.hf.load_plan import LoadReport, Target, check_ties, match_tensors, tensor_at
-from fsdp2_strategy.hf.meta.initialize import TensorWithoutValues, initialize, recording_digests
-from fsdp2_strategy.hf.meta.recorded_init import forget, is_recording, recorded_tensor
+from fsdp2_strategy.hf.meta.initialize import (
+    PlainWithoutValues,
+    TensorWithoutValues,
+    initialize,
+    recording_digests,
+)
+from fsdp2_strategy.hf.meta.plain_tensors import PlainTensor, references_by_tensor
+from fsdp2_strategy.hf.meta.recorded_init import (
+    forget,
+    is_recording,
+    recorded_plain_tensor,
+    recorded_tensor,
+    storage_of,
+)
 from fsdp2_strategy.hf.mismatches import LOAD_WEIGHTS, PREPARE_MODEL, Advice
 from fsdp2_strategy.hf.peft.merge import names_without_adapters
 from fsdp2_strategy.hf.regions import sources_of
@@ -91,15 +103,18 @@ def _load(model: nn.Module, path: str | Path | None, *, allowed_missing: str, ad
         check_own_weights(root, f"load {name}", CheckpointError)
         reshard(root)
         known = _origins(root, path)
-        if path is None and not known and not has_uninitialised_tensors(root):
+        references = references_by_tensor(root)
+        if path is None and not known and not references and not has_uninitialised_tensors(root):
             raise CheckpointError(
                 f"cannot load {name}: no path was given, all its tensors have values, and no module was built "
                 "by from_pretrained under init_on_meta, expected a path. Pass the path of the weights."
             )
-        targets, report = match_tensors(root, known, allowed_missing, advice)
+        targets, report = match_tensors(root, known, allowed_missing, advice, is_folder_given=path is not None)
         to_initialise = [_empty(t) for t in targets if not t.regions and is_uninitialised(t.tensor)]
+        aliases, plain = _plain_tensors(name, references, targets)
         if path is None:
             _check_unchanged(targets)
+            _check_replaced(root, targets, known)
         with Reader("comparing tied weights") as reader:
             check_ties(targets, reader)
     facts = [
@@ -113,22 +128,24 @@ def _load(model: nn.Module, path: str | Path | None, *, allowed_missing: str, ad
     check_equal(f"load {name}", facts, CheckpointError, "the same files on all ranks. Give every rank the same folder.")
     check_equal(
         f"load {name}",
-        recording_digests(to_initialise),
+        recording_digests(to_initialise, plain),
         CheckpointError,
         "constructors that do the same on every rank. Give torch, NumPy and Python the same seed on all ranks.",
     )
     with all_or_none(f"load {name}", CheckpointError):
         count_change(root)
         materialize(root, current_device())
+        for alias, target in aliases:
+            alias.put(target.tensor)
         requests, broadcasts = divide_reads((t.name, t.regions[0], t.tensor) for t in targets if t.regions)
         with Reader(f"loading {name}") as reader:
             reader.read(requests)
     for shared in broadcasts:
         shared.run()
-    if to_initialise:
+    if to_initialise or plain:
         with all_or_none(f"load {name}", CheckpointError):
             empty = [replace(e, tensor=tensor_at(e.registrations)) for e in to_initialise]
-            unknown = initialize(root, empty, current_device())
+            unknown = initialize(root, empty, current_device(), plain)
             if unknown:
                 raise CheckpointError(
                     f"cannot initialise {name}: the files lack {some(unknown, 'tensor')}, and neither an init function "
@@ -146,6 +163,64 @@ def _load(model: nn.Module, path: str | Path | None, *, allowed_missing: str, ad
     initialised = some([t.name for t in to_initialise], "tensor")
     log("%s: %s from %s, initialised %s", name, counted(len(report.loaded), "tensor"), where, initialised)
     return report
+
+
+def needs_values(model: nn.Module) -> bool:
+    """Return whether a model has tensors without values, registered or not; not collective."""
+    root = unwrap_model(model)
+    return has_uninitialised_tensors(root) or bool(references_by_tensor(root))
+
+
+def _plain_tensors(
+    name: str, references: Sequence[list[PlainTensor]], targets: Sequence[Target]
+) -> tuple[list[tuple[PlainTensor, Target]], list[PlainWithoutValues]]:
+    """Return what to do with the plain meta tensors of a model; see [Note: plain tensors].
+
+    Args:
+        name: the name of the model.
+        references: for each plain tensor, all references to it.
+        targets: the parameters and buffers of the model.
+
+    Returns:
+        References that are other names of parameters and buffers, and plain tensors to compute.
+
+    Raises:
+        CheckpointError: the values of a plain tensor cannot be computed.
+    """
+    registered = {id(target.tensor): target for target in targets}
+    # Sharding has replaced the parameters, but not other references to the tensors that they were.
+    before = {
+        storage_of(recorded.meta)
+        for target in targets
+        if isinstance(target.tensor, nn.Parameter)
+        for module, key in target.registrations
+        if (recorded := recorded_tensor(module, key))
+    }
+    aliases, plain = [], []
+    for group in references:
+        first = group[0]
+        recorded = next((recorded_tensor(each.owner, each.key) for each in group if each.owner is not None), None)
+        recorded = recorded or recorded_plain_tensor(first.tensor)
+        if (target := registered.get(id(first.tensor))) is not None:
+            reason = "is a parameter or buffer of the model, too" if any(each.holder is None for each in group) else ""
+            aliases += [(each, target) for each in group]
+        elif recorded is None:
+            reason = "was not made in an init_on_meta block, or was changed after it"
+        elif storage_of(recorded.meta) in before:
+            reason = "is a parameter of the model, or a view of one, which is sharded under its own name only"
+        elif first.tensor.grad_fn is not None:
+            reason = "has an autograd graph"
+        else:
+            reason = recorded.recording.unknown(storage_of(recorded.meta))
+            reason = f"has values that {reason}" if reason else ""
+            plain.append(PlainWithoutValues(recorded, group))
+        if reason:
+            raise CheckpointError(
+                f"cannot load {name}: {first.name}, a tensor on meta that is not registered, {reason}, expected one "
+                "that its constructor computes under init_on_meta. Register it as a buffer or parameter and use it by "
+                "that name, compute it in forward, or build the model outside of init_on_meta."
+            )
+    return aliases, plain
 
 
 def _empty(target: Target) -> TensorWithoutValues:
@@ -167,11 +242,38 @@ def _check_unchanged(targets: Sequence[Target]) -> None:
     """
     for target in targets:
         recorded = [recorded_tensor(module, key) for module, key in target.registrations]
-        if target.regions and any(r is not None and r.changed_since_init for r in recorded):
+        if target.regions and any(r is not None and r.changed_since_init and not r.copied_from for r in recorded):
             raise CheckpointError(
                 f"cannot load {target.name}: it was changed after from_pretrained, inside of init_on_meta, where it "
                 "has no values yet. Change it after prepare_model, or build the model outside of init_on_meta."
             )
+
+
+def _check_replaced(
+    root: nn.Module, targets: Sequence[Target], known: Mapping[nn.Module, tuple[WeightsSource, str]]
+) -> None:
+    """Raise if a tensor that has taken the place of a pretrained one was made on meta after the block.
+
+    It may be a copy of a tensor that had no values, of which nothing is recorded.
+    """
+    paths = {module: path for path, module in root.named_modules()}
+    for target in targets:
+        if target.origin is not None or target.regions or not is_uninitialised(target.tensor):
+            continue
+        for module, key in target.registrations:
+            parent, _, child = paths[module].rpartition(".")
+            origin, place = known.get(root.get_submodule(parent), (None, ""))
+            if origin is None or recorded_tensor(module, key) is not None:
+                continue
+            replaced = dict(origin.model.named_parameters(remove_duplicate=False)).get(
+                ".".join(filter(None, (place, child, key)))
+            )
+            if replaced is not None and replaced.shape == target.tensor.shape:
+                raise CheckpointError(
+                    f"cannot load {target.name}: it was made on meta after the init_on_meta block, and has taken the "
+                    "place of a pretrained tensor, expected it to be made in the block. If it is a copy, copy after "
+                    "prepare_model or in the block; if it is new, build its module in the block."
+                )
 
 
 def _origins(root: nn.Module, path: str | Path | None) -> dict[nn.Module, tuple[WeightsSource, str]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,13 +18,14 @@ from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.torch_internals import non_persistent_buffers
 from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.conversions import Recipe, recipe_for
+from fsdp2_strategy.hf.meta.recorded_init import recorded_tensor
 from fsdp2_strategy.hf.mismatches import LOAD_WEIGHTS, Advice, Shapes, describe_shapes
 from fsdp2_strategy.hf.regions import Region, sources_of
 from fsdp2_strategy.hf.replicated_reads import read_requests_for
 from fsdp2_strategy.hf.verified_read import Reader, ReadRequest
 from fsdp2_strategy.hf.weights_folder import WeightsSource, read_headers
 from fsdp2_strategy.model.fsdp_state import class_name
-from fsdp2_strategy.model.names import clean
+from fsdp2_strategy.model.names import clean, tied_names
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,8 @@ def match_tensors(
     known: Mapping[nn.Module, tuple[WeightsSource, str]],
     allowed_missing: str,
     advice: Advice = LOAD_WEIGHTS,
+    *,
+    is_folder_given: bool = False,
 ) -> tuple[list[Target], LoadReport]:
     """Find the values of every tensor in the files, and check names and shapes; read only headers.
 
@@ -83,12 +86,14 @@ def match_tensors(
         allowed_missing: which tensors the files may lack: ``"nothing"``, ``"anything"``, or ``"heads"``: tensors
             outside the layers of a base model. ``"nothing"`` also forbids tensors that the model does not have.
         advice: the ends of error messages.
+        is_folder_given: whether the files are others than those that the model was built from. A copy of a tensor then
+            gets its values from these files, under its own name.
 
     Raises:
         CheckpointError: files are missing or invalid; names or shapes do not match.
     """
     recipes: dict[WeightsSource, Recipe] = {}
-    for origin, _ in known.values():
+    for origin, _ in (*known.values(), *(() if is_folder_given else _copied(root))):
         if origin not in recipes:
             recipes[origin] = recipe_for(*read_headers(origin))
     targets = _targets(root, known, recipes)
@@ -113,6 +118,7 @@ def _targets(
     root: nn.Module, known: Mapping[nn.Module, tuple[WeightsSource, str]], recipes: Mapping[WeightsSource, Recipe]
 ) -> list[Target]:
     found: dict[int, Target] = {}
+    ties: dict[WeightsSource, dict[str, list[str]]] = {}
     for path, module in root.named_modules(remove_duplicate=False):
         origin, path_in_origin = known.get(module, (None, ""))
         for key, tensor in itertools.chain(module._parameters.items(), module._buffers.items()):
@@ -129,7 +135,41 @@ def _targets(
                 region = recipes[origin].regions.get(name_in_origin)
                 if region is not None and not any(r is region for r in target.regions):
                     target.regions.append(region)
+    for target in found.values():
+        if not (target.regions or target.is_non_persistent):
+            target.regions.extend(_regions_of_source(target, recipes, ties))
     return list(found.values())
+
+
+def _copied(root: nn.Module) -> Iterator[tuple[WeightsSource, str]]:
+    """Yield the files and names of the tensors that were copied to other tensors of a model on meta."""
+    for module in root.modules():
+        for key in (*module._parameters, *module._buffers):
+            recorded = recorded_tensor(module, key)
+            if recorded is not None and recorded.copied_from is not None:
+                yield recorded.copied_from
+
+
+def _regions_of_source(
+    target: Target, recipes: Mapping[WeightsSource, Recipe], ties: dict[WeightsSource, dict[str, list[str]]]
+) -> Iterator[Region]:
+    """Yield the region of the tensor that a target was copied from, if the files have no values for its own name.
+
+    In the model of the files, it may have been tied to another tensor, of which the files contain the values. It may
+    also be a recorded copy of a tensor.
+    """
+    recorded = [found for module, key in target.registrations if (found := recorded_tensor(module, key))]
+    sources = [found.copied_from for found in recorded if found.copied_from is not None]
+    if target.origin is not None and all(each.copied_from or not each.changed_since_init for each in recorded):
+        sources.append((target.origin, target.name_in_origin))
+    for origin, name in sources:
+        if origin not in ties:
+            ties[origin] = tied_names(origin.model)
+        for each in (name, *ties[origin].get(name, ())):
+            region = recipes[origin].regions.get(each) if origin in recipes else None
+            if region is not None and tuple(region.shape) == tuple(target.tensor.shape):
+                yield region
+                return
 
 
 def _other_shapes(targets: Sequence[Target]) -> dict[str, Shapes]:

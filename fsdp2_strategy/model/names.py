@@ -36,6 +36,14 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {clean(name): parameter for name, parameter in model.named_parameters()}
 
 
+def tied_names(model: nn.Module) -> dict[str, list[str]]:
+    """Return for each tied parameter of a model all names of its tensor, cleaned."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(clean(name))
+    return {name: group for group in names.values() if len(group) > 1 for name in group}
+
+
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the persistent buffers by `clean` name, in module order; a shared buffer only under its first name."""
     found = {}

@@ -8,7 +8,8 @@ micro-batches, so the gradient is the mean over ranks and micro-batches, with eq
 So the loss is multiplied by (number of ranks) / N, because FSDP2's average divides by the number of ranks. If N is not
 known yet, each micro-batch passes its own ``num_items``. Then `backward` does not scale the loss, the all-reduce of the
 gradient norm sums N, too, and `optimizer_step` multiplies the gradients by (number of ranks) / N. Ranks that share
-layers compute the same loss, and count as one rank.
+layers compute the same loss, and count as one rank. Ranks that share sequences do so, too, if their loss is that of
+full sequences: see [Note: shared losses] in `sequence.exchange`.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.optim.accumulation import LossScale, ReducedStep, accumulation_of
 from fsdp2_strategy.optim.step_sums import MicroBatchSums, checked_tokens
 from fsdp2_strategy.optim.used_parameters import remove_unused_gradients, used_numbers
+from fsdp2_strategy.sequence.exchange import shared_loss
 from fsdp2_strategy.sharding.shard import check_dtypes
 from fsdp2_strategy.sharding.vision_encoders import may_have_unequal_gradients
 
@@ -105,7 +107,9 @@ def backward(
         num_items: number of items in this rank's micro-batch, if the number of all items is not known yet: the gradient
             is that of (sum of all losses) / (sum of all num_items), and the second sum is known at the step. Pass it in
             every backward pass of a step, on every rank.
-        num_tokens: number of tokens in this rank's micro-batch, for `StepResult.tokens` only. Every rank must pass it
+        num_tokens: number of tokens in this rank's micro-batch, for `StepResult.tokens` only. Ranks that share
+            sequences pass the numbers that their losses belong to, as for ``num_items``: those of their parts; or those
+            of full sequences, which count once, if the loss is computed from `token_log_probs`. Every rank must pass it
             in at least one micro-batch of a step (0 if it has no tokens); a micro-batch without it adds none.
 
     Raises:
@@ -143,8 +147,9 @@ def backward(
     if is_last != (own.last_sync is not False):
         set_gradient_sync(model, grad_sync, is_last=is_last)
         own.last_sync = is_last
-    (loss * (factor * (own.scale.value if own.scale else 1.0))).backward()  # type: ignore[no-untyped-call]
-    own.sums.add(loss, factor, num_tokens, items, num_items)
+    with shared_loss(is_summed=items is not None or num_items is not None) as shared:
+        (loss * (factor * (own.scale.value if own.scale else 1.0))).backward()  # type: ignore[no-untyped-call]
+    own.sums.add(loss, factor, num_tokens, items, num_items, copies=shared.copies)
     own.add_backward(accumulation)
 
 

@@ -27,11 +27,11 @@ class MicroBatchSums:
 
     loss: torch.Tensor | None = None
     """Sum of loss x factor, without the loss scale; one element, on the device of the loss."""
-    tokens: int | torch.Tensor | None = None
+    tokens: float | torch.Tensor | None = None
     """Sum of the ``num_tokens`` that were given; None if none were."""
     items: float | None = None
     """The last ``num_items_in_batch``; None if there was none."""
-    own_items: int | torch.Tensor | None = None
+    own_items: float | torch.Tensor | None = None
     """Sum of the ``num_items`` that were given; None if none were."""
 
     @property
@@ -47,12 +47,22 @@ class MicroBatchSums:
         num_tokens: int | torch.Tensor | None,
         items: float | None,
         num_items: int | torch.Tensor | None,
+        *,
+        copies: int = 1,
     ) -> None:
-        """Add one micro-batch; not collective, and does not synchronise with the device."""
-        loss = loss.detach().reshape(()).double() * factor
+        """Add one micro-batch; not collective, and does not synchronise with the device.
+
+        Args:
+            loss: its loss.
+            factor: the factor that the loss is multiplied by.
+            num_tokens, items, num_items: the numbers that `backward` got.
+            copies: number of ranks that share its sequences, and have all computed this loss and these numbers.
+        """
+        is_summed = items is not None or num_items is not None
+        loss = loss.detach().reshape(()).double() * (factor / copies if is_summed else factor)
         self.loss = loss if self.loss is None else self.loss + loss
-        self.tokens = _plus(self.tokens, num_tokens)
-        self.own_items = _plus(self.own_items, num_items)
+        self.tokens = _plus(self.tokens, num_tokens, copies)
+        self.own_items = _plus(self.own_items, num_items, copies)
         self.items = self.items if items is None else items
 
     def values(self) -> list[float | torch.Tensor]:
@@ -96,14 +106,19 @@ class MicroBatchSums:
         return loss, round(items / ranks_with_items) if ranks_with_items else None, divisor
 
 
-def _plus(total: int | torch.Tensor | None, count: int | torch.Tensor | None) -> int | torch.Tensor | None:
-    """Add a count to a sum; None means that nothing was counted."""
+def _plus(
+    total: float | torch.Tensor | None, count: int | torch.Tensor | None, copies: int
+) -> float | torch.Tensor | None:
+    """Add a count of which each of ``copies`` ranks adds a fraction; None means that nothing was counted."""
+    added: float | torch.Tensor | None = count
     if isinstance(count, torch.Tensor):
         # A copy, because the caller may reuse it. Ranks that share sequences have fractions of the number.
-        count = count.detach().reshape(()).to(torch.float64 if count.is_floating_point() else torch.int64, copy=True)
-    if count is None:
+        is_fraction = count.is_floating_point() or copies > 1
+        added = count.detach().reshape(()).to(torch.float64 if is_fraction else torch.int64, copy=True)
+    if added is None:
         return total
-    return count if total is None else total + count
+    added = added if copies == 1 else added / copies
+    return added if total is None else total + added
 
 
 def checked_tokens(num_tokens: Any, name: str = "num_tokens") -> int | torch.Tensor | None:

@@ -2,11 +2,18 @@
 
 Input: this rank's part of tensors. Output: other parts of the same tensors. Each operation is linear, and its backward
 is its adjoint: an exchange sends the gradients back, and a gather sums the gradients of all ranks.
+
+[Note: shared losses] Ranks that share sequences may each compute the loss of their part, or all compute the loss of
+full sequences from gathered results. For a mean over ranks, both are the same. A sum over ranks would count the second
+kind once per rank. `shared_loss` notices it in the backward pass, because its gradient passes through `gather_results`,
+and divides it by the number of these ranks. So tokens of the data count once in both kinds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,6 +54,37 @@ def gather_sequence(tensor: torch.Tensor, ranks: SequenceRanks, dim: int = 1) ->
     return full
 
 
+def gather_results(tensor: torch.Tensor, ranks: SequenceRanks, dim: int = 1) -> torch.Tensor:
+    """Gather results from which all ranks compute the same loss; collective; see [Note: shared losses]."""
+    apply: Any = _GatherResults.apply
+    full: torch.Tensor = apply(tensor, ranks, dim)
+    return full
+
+
+@dataclass
+class SharedLoss:
+    """What is known of the loss of a backward pass; see [Note: shared losses]."""
+
+    is_summed: bool
+    """Whether the losses of all ranks are summed; if not, their mean is taken."""
+    copies: int = 1
+    """Number of ranks that have computed this loss; known after the backward pass."""
+
+
+_running: list[SharedLoss] = []
+
+
+@contextmanager
+def shared_loss(*, is_summed: bool) -> Iterator[SharedLoss]:
+    """Run a backward pass in this block, so that a loss that several ranks have computed counts once in a sum."""
+    loss = SharedLoss(is_summed)
+    _running.append(loss)  # no context variable: autograd has threads of its own
+    try:
+        yield loss
+    finally:
+        _running.pop()
+
+
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ranks: SequenceRanks, is_to_heads: bool, *tensors: torch.Tensor) -> Any:
@@ -81,3 +119,14 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         part = ctx.ranks.reduce_scatter(gradient.movedim(ctx.dim, 0).contiguous())
         return part.movedim(0, ctx.dim), None, None
+
+
+class _GatherResults(_Gather):
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        part, *rest = _Gather.backward(ctx, gradient)
+        if _running:
+            _running[-1].copies = ctx.ranks.count
+            if _running[-1].is_summed:
+                part = part / ctx.ranks.count
+        return part, *rest

@@ -13,6 +13,7 @@ argument, the model computes full sequences, as in ``generate``.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Mapping
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
@@ -41,15 +42,27 @@ _current: ContextVar[SequenceShard | None] = ContextVar("sequence_shard", defaul
 class _Usage:
     """Whether a prepared model has computed a part; if none has, a warning is logged when the part is freed."""
 
-    is_computed = False
+    def __init__(self) -> None:
+        self._computed: list[bool] = []
+        # Not `__del__`: at the end of a program, it would run when the modules that it needs are gone.
+        weakref.finalize(self, _warn_if_unused, self._computed)
 
-    def __del__(self) -> None:
-        if not self.is_computed:
-            log(
-                "warning: a part of sequences was used by no prepared model. A model that prepare_model has not "
-                "prepared computes it without the other parts, and so other values",
-                level=logging.WARNING,
-            )
+    def __deepcopy__(self, _memo: object) -> _Usage:
+        return self
+
+    def note_computed(self) -> None:
+        """Note that a prepared model has computed the part."""
+        if not self._computed:
+            self._computed.append(True)
+
+
+def _warn_if_unused(computed: list[bool]) -> None:
+    if not computed:
+        log(
+            "warning: a part of sequences was used by no prepared model. A model that prepare_model has not prepared "
+            "computes it without the other parts, and so other values",
+            level=logging.WARNING,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -214,7 +214,7 @@ class _Checks:
         self.name, self.plan, self.config, self.refused = name, plan, config, dict(plan.refused)
 
     def __call__(self, shard: SequenceShard, kwargs: Arguments) -> None:
-        shard.usage.is_computed = True
+        shard.usage.note_computed()
         _split_attention(self.config)
         kwargs["use_cache"] = False
         skips_padding = self.plan.padding_position is not None and not shard.has_own_positions

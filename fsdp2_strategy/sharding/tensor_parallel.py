@@ -32,6 +32,7 @@ from fsdp2_strategy.distributed.process_group import group_in_use, on_group
 from fsdp2_strategy.distributed.same_batch import check_batches_of_groups
 from fsdp2_strategy.hf.library_internals import parallel_styles, set_tensor_parallel_size
 from fsdp2_strategy.sharding.tensor_plan import TensorPlan, transformers_models
+from fsdp2_strategy.sharding.tensor_random import draw_own_random_numbers
 
 SUMS_GRADIENTS = "replicated_with_grad_allreduce"
 """The style of modules whose gradients are parts of a sum; see [Note: partial gradients]."""
@@ -61,6 +62,7 @@ def split_layers(root: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> dict[nn
             _install(name, root, plan, mesh)
     for model in transformers_models(root).values():
         set_tensor_parallel_size(model, plan.size)
+    draw_own_random_numbers(root, plan, mesh.get_local_rank())
     return new
 
 

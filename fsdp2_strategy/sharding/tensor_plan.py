@@ -10,11 +10,13 @@ linear layer over the ranks, ``rowwise`` its inputs, and sums the partial output
 
 [Note: adapters] In a layer of peft, the style of a linear layer applies to its base layer. Its LoRA matrices are split
 accordingly. If the outputs are split, lora_B is split like the base layer, and lora_A is not split. If the inputs are
-split, lora_A is split like the base layer, and lora_B is not split.
+split, lora_A is split like the base layer, and lora_B is not split. A module of ``modules_to_save`` is a wrapper around
+the original module and a trained copy: the style applies to both.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +35,12 @@ _PACKED = ("PackedColwiseParallel", "PackedRowwiseParallel")
 _SPLITS_OUTPUTS = ("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise")
 _SPLITS_FULL_INPUTS = ("rowwise_split_input", "rowwise_rep")
 _ON_ANY_MODULE = ("mla_kv_a_proj", "all_reduce", "replicate", "replicated_with_grad_allreduce")
+_KINDS: dict[str, tuple[type[nn.Module], str]] = {
+    "colwise": (nn.Linear, "a linear layer"),
+    "rowwise": (nn.Linear, "a linear layer"),
+    "embedding": (nn.Embedding, "an embedding"),
+}
+"""The class of modules that styles with these prefixes split, and its description."""
 _NOT_SUPPORTED = {"sequence_parallel": "it splits sequences, which sequence_parallel_size does"}
 
 
@@ -182,11 +190,15 @@ def _check_styles(root: nn.Module, plan: Mapping[str, str]) -> None:
             )
 
 
-def _styles_of_module(name: str, module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """Return the styles of a module's own parameters, and of the module."""
-    style = plan.get(generic_name(clean(name)))
+def _styles_of_module(
+    name: str, module: nn.Module, plan: Mapping[str, str], style: str | None = None
+) -> dict[str, str]:
+    """Return the styles of a module's own parameters, and of the module; ``style`` is that of the wrapper around it."""
+    style = style or plan.get(generic_name(clean(name)))
     if style is not None and module._modules.get("base_layer") is not None:
         return _styles_of_adapted(name, module, style)
+    if style is not None and module._modules.get("original_module") is not None:
+        return _styles_of_saved(name, module, plan, style)
     found = {}
     for own, _ in module.named_parameters(recurse=False):
         full = f"{name}.{own}" if name else own
@@ -194,12 +206,33 @@ def _styles_of_module(name: str, module: nn.Module, plan: Mapping[str, str]) -> 
             found[full] = of_parameter
     if style is not None:
         found[name] = style
-        if style.startswith(("colwise", "rowwise")) and not isinstance(module, nn.Linear):
+        kind, layer = next((kind for start, kind in _KINDS.items() if style.startswith(start)), (nn.Module, ""))
+        if not isinstance(module, kind):
             raise ShardError(
-                f"cannot split {name}: it is a {class_name(module)}, and its style {style!r} is for nn.Linear, "
-                "expected a linear layer. Correct the plan, or set tensor_parallel_size=1."
+                f"cannot split {name}: it is a {class_name(module)}, and its style {style!r} is for "
+                f"nn.{kind.__name__}, expected {layer}. Correct the plan, or set tensor_parallel_size=1."
             )
     return found
+
+
+def _styles_of_saved(name: str, wrapper: nn.Module, plan: Mapping[str, str], style: str) -> dict[str, str]:
+    """Return the styles of a module of peft's ``modules_to_save`` and of its copies; see [Note: adapters]."""
+    copies = wrapper._modules.get("modules_to_save")
+    if not isinstance(copies, nn.ModuleDict):
+        raise ShardError(
+            f"cannot split {name}: it is a {class_name(wrapper)} of peft, and its parameters cannot be split with the "
+            f"style {style!r}, expected the module itself, LoRA of a linear layer, or one of modules_to_save. Leave "
+            "this module out of the adapter, or set tensor_parallel_size=1."
+        )
+    found: dict[str, str] = {}
+    for child in ("original_module", *(f"modules_to_save.{adapter}" for adapter in copies)):
+        found |= _styles_of_module(f"{name}.{child}", wrapper.get_submodule(child), plan, style)
+    return found
+
+
+def _name_in_model(name: str) -> str:
+    """Return the name of a module without the names that peft's wrappers add."""
+    return re.sub(r"\.(base_layer|original_module|modules_to_save\.[^.]+)$", "", name)
 
 
 def _styles_of_adapted(name: str, layer: nn.Module, style: str) -> dict[str, str]:
@@ -265,7 +298,7 @@ def check_sizes(root: nn.Module, plan: TensorPlan) -> None:
         module, style = modules[parent], plan.styles[name]
         size, parts = parameters[name].shape[dim], 2 if is_packed else 1
         is_vocabulary = isinstance(module, nn.Embedding) or style in ("colwise_gather_output", "colwise_rep")
-        around = modules[parent.removesuffix(".base_layer").rpartition(".")[0]]
+        around = modules[_name_in_model(parent).rpartition(".")[0]]
         head_dim = getattr(around, "head_dim", None)
         if own == "weight" and style == "colwise" and isinstance(head_dim, int) and size % head_dim == 0:
             heads = size // head_dim

@@ -1128,6 +1128,33 @@ def files_without_a_layer(folder):
 
 
 @mistake(
+    "a tensor on meta that is not registered, is a parameter of the model, or a view of one",
+    CheckpointError,
+    "A module that was built on the meta device keeps a parameter in a list or as a view, too.",
+    "Use the parameter by its registered name, or build the model outside of the context.",
+)
+def a_list_of_a_parameter_on_meta(_folder):
+    strategy = strategy_for()
+    with strategy.init_model_context(meta_init=True):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model.first_rows = [model[0].weight[:2]]
+    strategy.prepare_model(model, is_training=True)
+
+
+@mistake(
+    "which depend on random numbers, expected values that this block computes without random numbers.",
+    CheckpointError,
+    "A constructor on the meta device needs a random value at once, for example as a condition.",
+    "Do this after `prepare_model`, or build the model outside of the context.",
+)
+def a_random_value_on_meta(_folder):
+    strategy = strategy_for()
+    with strategy.init_model_context(meta_init=True):
+        if nn.Linear(4, 4).weight.mean() > 0:
+            raise AssertionError("no values are known here")
+
+
+@mistake(
     "bytes long, expected",
     DamageError,
     "A file of the checkpoint is truncated.",

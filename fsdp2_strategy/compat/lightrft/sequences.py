@@ -21,7 +21,7 @@ from fsdp2_strategy.compat.lightrft.generation import gather_lists
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.errors import SequenceError, counted
 from fsdp2_strategy.hf.transformers_models import inner_model
-from fsdp2_strategy.sequence.exchange import gather_sequence
+from fsdp2_strategy.sequence.exchange import gather_results
 from fsdp2_strategy.sequence.shard import ARGUMENT, SequenceShard
 
 T = TypeVar("T")
@@ -130,8 +130,8 @@ def _full_output(output: Any, shard: SequenceShard, length: int) -> Any:
     """
     full = {name: value for name, value in output.items() if name not in _OF_TOKENS}
     if "hidden_states" in output:
-        full["hidden_states"] = (gather_sequence(output.hidden_states[-1], shard.ranks)[:, :length],)
+        full["hidden_states"] = (gather_results(output.hidden_states[-1], shard.ranks)[:, :length],)
     else:
         of_parts = {name: output[name] for name in ("logits", "last_hidden_state") if name in output}
-        full |= {name: gather_sequence(part, shard.ranks)[:, :length] for name, part in of_parts.items()}
+        full |= {name: gather_results(part, shard.ranks)[:, :length] for name, part in of_parts.items()}
     return type(output)(**full)

@@ -22,7 +22,7 @@ from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.library_internals import LAST_STEP, LOADING_STEP
 from fsdp2_strategy.hf.meta.recorded_init import Recording, is_recording, record
 from fsdp2_strategy.hf.skeleton import meta_skeleton
-from fsdp2_strategy.hf.weights_folder import WeightsSource, remember_origin
+from fsdp2_strategy.hf.weights_folder import WeightsSource, origin_of, remember_origin
 
 
 @contextmanager
@@ -81,7 +81,10 @@ def _patches(recording: Recording) -> list[tuple[Any, str, Any]]:
 
     def tie(model: Any, _load_config: Any, loading_info: Any) -> Any:
         model.tie_weights(recompute_mapping=False)
-        recording.mark_initialized(model, in_files=True)
+        found = origin_of(model)
+        if found is not None:
+            _tie_like(model, found[0].model)
+        recording.mark_initialized(model, None if found is None else found[0])
         return loading_info
 
     def initialize(model: Any) -> None:
@@ -96,6 +99,17 @@ def _patches(recording: Recording) -> list[tuple[Any, str, Any]]:
         (pretrained, LAST_STEP, staticmethod(tie)),
         (pretrained, "init_weights", initialize),
     ]
+
+
+def _tie_like(model: nn.Module, skeleton: nn.Module) -> None:
+    """Tie the parameters of the skeleton that are tied in the model; transformers ties them after its loading step."""
+    first: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        path, _, key = name.rpartition(".")
+        parameters = skeleton.get_submodule(path)._parameters
+        own = parameters[key]
+        if own is not None:
+            parameters[key] = first.setdefault(id(parameter), own)
 
 
 def _nothing_loaded() -> Any:

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -35,6 +35,7 @@ from fsdp2_strategy.distributed.torch_internals import (
 )
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.library_internals import mark_initialized, replace_initialization
+from fsdp2_strategy.hf.meta.plain_tensors import PlainTensor, exchange
 from fsdp2_strategy.hf.meta.recorded_init import (
     RecordedTensor,
     Recording,
@@ -70,44 +71,81 @@ class TensorWithoutValues:
         return next((found for module, key in self.registrations if (found := recorded_tensor(module, key))), None)
 
 
+@dataclass(frozen=True, eq=False)
+class PlainWithoutValues:
+    """A plain tensor without values: how it was made, and all references to it; see [Note: plain tensors]."""
+
+    recorded: RecordedTensor
+    references: list[PlainTensor]
+
+    @property
+    def draws(self) -> bool:
+        """Whether its values depend on random numbers."""
+        return self.recorded.recording.draws(storage_of(self.recorded.meta))
+
+
 @torch.no_grad()
-def initialize(model: nn.Module, empty: Sequence[TensorWithoutValues], device: torch.device) -> list[str]:
+def initialize(
+    model: nn.Module,
+    empty: Sequence[TensorWithoutValues],
+    device: torch.device,
+    plain: Sequence[PlainWithoutValues] = (),
+) -> list[str]:
     """Initialise tensors with the values that they would have if their modules were built with memory; collective.
 
     Args:
         model: the model, whose tensors have memory.
         empty: the tensors to fill.
         device: the device on which values are drawn.
+        plain: the plain tensors to exchange.
 
     Returns:
         The names of the tensors that nothing initialises.
     """
+    # Init functions may read plain tensors, so those that draw nothing are computed first.
+    lost = _compute_plain([each for each in plain if not each.draws], device)
+    drawn = [each for each in plain if each.draws]
     with _random_states_of_rank_0(device):
         # Tensors that were added or changed after transformers had initialised the model get replayed values below.
         waiting = [e for e in empty if e.recorded is None or not e.recorded.changed_since_init]
         filled = _run_init_weights(model, waiting, device)
-        filled |= _replay([e for e in empty if id(e.tensor) not in filled], device)
+        replayed, more = _replay([e for e in empty if id(e.tensor) not in filled], drawn, device)
+        filled |= replayed
         waiting = [e for e in empty if id(e.tensor) not in filled and e.recorded is None]
         filled |= _run_reset_parameters(model, waiting, device)
-    return [e.name for e in empty if id(e.tensor) not in filled]
+    return [*(e.name for e in empty if id(e.tensor) not in filled), *lost, *more]
 
 
-def recording_digests(empty: Sequence[TensorWithoutValues]) -> list[str]:
+def recording_digests(empty: Sequence[TensorWithoutValues], plain: Sequence[PlainWithoutValues] = ()) -> list[str]:
     """Return a digest of each recording's operations for tensors without values, to compare them across ranks."""
-    return [recording.digest(set(by_storage)) for recording, by_storage in _by_recording(empty).items()]
+    both: list[TensorWithoutValues | PlainWithoutValues] = [*empty, *plain]
+    return [recording.digest(set(by_storage)) for recording, by_storage in _by_recording(both).items()]
 
 
-_ByStorage = dict[int, list[tuple[torch.Tensor, torch.Tensor]]]
-"""For each recorded storage: pairs of a meta tensor in this storage and the tensor to fill with its values."""
+_T = TypeVar("_T", TensorWithoutValues, PlainWithoutValues, TensorWithoutValues | PlainWithoutValues)
+_ByStorage = dict[int, list[tuple[torch.Tensor, _T]]]
+"""For each recorded storage: pairs of a meta tensor in this storage and what to fill with its values."""
 
 
-def _by_recording(empty: Sequence[TensorWithoutValues]) -> dict[Recording, _ByStorage]:
-    found: dict[Recording, _ByStorage] = {}
+def _by_recording(empty: Sequence[_T]) -> dict[Recording, _ByStorage[_T]]:
+    found: dict[Recording, _ByStorage[_T]] = {}
     for e in empty:
         if e.recorded is not None:
             meta = e.recorded.meta
-            found.setdefault(e.recorded.recording, {}).setdefault(storage_of(meta), []).append((meta, e.tensor))
+            found.setdefault(e.recorded.recording, {}).setdefault(storage_of(meta), []).append((meta, e))
     return found
+
+
+def _compute_plain(plain: Sequence[PlainWithoutValues], device: torch.device) -> list[str]:
+    """Exchange plain tensors that depend on no random numbers; return the names of those that cannot be exchanged."""
+    values: list[tuple[list[PlainTensor], torch.Tensor]] = []
+
+    def store_in(tensors: list[tuple[torch.Tensor, PlainWithoutValues]]) -> Callable[[torch.Tensor], None]:
+        return lambda memory: values.extend((e.references, view_like(meta, memory).detach()) for meta, e in tensors)
+
+    for recording, by_storage in _by_recording(plain).items():
+        recording.compute({storage: store_in(tensors) for storage, tensors in by_storage.items()}, device)
+    return exchange(values)
 
 
 def _run_init_weights(model: nn.Module, empty: Sequence[TensorWithoutValues], device: torch.device) -> set[int]:
@@ -131,21 +169,34 @@ def _run_init_weights(model: nn.Module, empty: Sequence[TensorWithoutValues], de
     return lazy.filled
 
 
-def _replay(empty: Sequence[TensorWithoutValues], device: torch.device) -> set[int]:
-    """Replay the operations that were recorded for tensors; return the ids of the tensors that get values."""
-    filled: set[int] = set()
+def _replay(
+    empty: Sequence[TensorWithoutValues], plain: Sequence[PlainWithoutValues], device: torch.device
+) -> tuple[set[int], list[str]]:
+    """Replay the operations that were recorded for tensors.
 
-    def store_in(tensors: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[torch.Tensor], None]:
+    Returns:
+        The ids of the tensors that get values, and the names of plain tensors that get none.
+    """
+    filled: set[int] = set()
+    values: list[tuple[list[PlainTensor], torch.Tensor]] = []
+    both: list[TensorWithoutValues | PlainWithoutValues] = [*empty, *plain]
+
+    def store_in(
+        tensors: list[tuple[torch.Tensor, TensorWithoutValues | PlainWithoutValues]],
+    ) -> Callable[[torch.Tensor], None]:
         def store(memory: torch.Tensor) -> None:
-            for meta, tensor in tensors:
-                local_of(tensor).copy_(local_shard(tensor).of(view_like(meta, memory)))
-                filled.add(id(tensor))
+            for meta, each in tensors:
+                if isinstance(each, PlainWithoutValues):
+                    values.append((each.references, view_like(meta, memory).detach()))
+                    continue
+                local_of(each.tensor).copy_(local_shard(each.tensor).of(view_like(meta, memory)))
+                filled.add(id(each.tensor))
 
         return store
 
-    for recording, by_storage in _by_recording(empty).items():
+    for recording, by_storage in _by_recording(both).items():
         recording.replay({storage: store_in(tensors) for storage, tensors in by_storage.items()}, device)
-    return filled
+    return filled, exchange(values)
 
 
 def _run_reset_parameters(model: nn.Module, empty: Sequence[TensorWithoutValues], device: torch.device) -> set[int]:

@@ -11,6 +11,14 @@ parameter made from a tensor count as the same memory. A replay runs the operati
 on, each once, in the recorded order. After the last operation on a tensor, its values are passed to the caller and its
 memory is freed. An operation cannot be replayed if it reads a tensor whose values are in files, or a tensor that was
 built outside the block. The tensors that such an operation changes get no values.
+
+[Note: values on meta] Some creation functions return tensors with memory, because transformers' context makes
+``torch.linspace`` do so, or because the code names a device. An operation on both kinds of tensors runs on meta, and is
+recorded like any other. Three kinds of operations cannot wait for a replay: those that change a tensor with memory,
+those whose result is a number or has a shape that depends on values (``item``, ``nonzero``, a mask as an index), and
+copies to a device. For these, the values of their meta tensors are computed at once, by a replay on the CPU. This is
+exact if they depend on no random numbers and on no file, as for indices, masks and tables. Otherwise, the operation
+raises an error.
 """
 
 from __future__ import annotations
@@ -18,7 +26,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -32,6 +40,8 @@ from torch.overrides import TorchFunctionMode
 from fsdp2_strategy.distributed.torch_internals import (
     INIT_WITHOUT_OPERATIONS,
     TorchDispatchMode,
+    changes_of,
+    copy_operator,
     negated_view,
     remember_device_constructors,
     schema_of,
@@ -40,6 +50,9 @@ from fsdp2_strategy.distributed.torch_internals import (
     tree_map,
 )
 from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.hf.meta.plain_tensors import plain_tensors
+from fsdp2_strategy.hf.weights_folder import WeightsSource
+from fsdp2_strategy.model.names import clean
 from fsdp2_strategy.model.state import Slot, attach, attached, remove_attached
 
 _RECORDED = Slot[dict[str, "RecordedTensor"]]("how its tensors were made")
@@ -53,6 +66,8 @@ _WITHOUT_VALUES = {
     "aten::new_empty",
     "aten::new_empty_strided",
 }
+_TO_DEVICE = {"aten::_to_copy", "aten::_copy_from", "aten::_copy_from_and_resize"}
+_BY_INDICES = {"aten::index", "aten::_unsafe_index"}
 
 
 @dataclass(eq=False)
@@ -129,10 +144,16 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.changed_since_init: dict[int, bool] = {}
         """For each recorded storage: True if an operation created or changed it, and transformers did not initialise it
         afterwards. A copy has the flag of the tensor that it was copied from."""
-        self.in_files: set[int] = set()
-        """Storages whose values are in files."""
+        self.in_files: dict[int, tuple[WeightsSource, str]] = {}
+        """For each storage whose values are in files: the files, and the tensor's name in the model of the files."""
+        self.copies: dict[int, tuple[WeightsSource, str]] = {}
+        """For each storage that is a copy of a tensor in files, and was not changed: as for ``in_files``."""
         self._replayed: dict[torch.Tensor, torch.Tensor] = {}
         """For each tensor that `get_rng_state` returned, the random state of the replay at that point."""
+        self._values: dict[int, tuple[int, torch.Tensor]] = {}
+        """For each storage whose values were computed in the block: the number of operations before, and its bytes."""
+        self._last_change: dict[int, int] = {}
+        """For each recorded storage: the number of operations after the last one that changed it."""
 
     def recorded(self, init: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """Wrap an init function: record calls on meta tensors, on which the original has no effect."""
@@ -170,19 +191,22 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _add(self, operation: _Operation) -> None:
         self.operations.append(operation)
         self.changed_since_init |= dict.fromkeys(operation.changes, True)
+        self._last_change |= dict.fromkeys(operation.changes, len(self.operations))
 
-    def mark_initialized(self, model: nn.Module, *, in_files: bool = False) -> None:
+    def mark_initialized(self, model: nn.Module, origin: WeightsSource | None = None) -> None:
         """Record that transformers has initialised a model, so that later changes of its tensors are detected.
 
         Args:
             model: a model on meta.
-            in_files: whether the values of its parameters and persistent buffers are in files.
+            origin: the files that contain the values of its parameters and persistent buffers; None if none do.
         """
         # Only recorded storages, because the operations keep them alive. The addresses of other storages may be reused.
         known = self.changed_since_init.keys()
         self.changed_since_init |= dict.fromkeys(known & _storages_of([*model.parameters(), *model.buffers()]), False)
-        if in_files:
-            self.in_files |= known & _storages_of([*model.state_dict(keep_vars=True).values()])
+        if origin is not None:
+            for name, tensor in model.state_dict(keep_vars=True).items():
+                if tensor.is_meta and storage_of(tensor) in known:
+                    self.in_files.setdefault(storage_of(tensor), (origin, clean(name)))
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -195,8 +219,16 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     "init_on_meta block, expected tensors of this block, because the change would be lost. Build and "
                     "change the module in the same block."
                 )
+        if read and _needs_values(function, args, kwargs):
+            return self._run_with_values(function, args, kwargs)
         kept_args, kept_kwargs = tree_map(_snapshot, (tuple(args), kwargs))
-        result = function(*args, **kwargs)
+        on_meta = tree_map(_on_meta, (tuple(args), kwargs)) if read else (args, kwargs)
+        try:
+            result = function(*on_meta[0], **on_meta[1])
+        except RuntimeError as error:  # also NotImplementedError: some operations do not run on meta
+            if not read or written:
+                raise
+            return self._run_with_values(function, args, kwargs, otherwise=error)
         # A detached alias refers to this storage, even if the parameter's ``.data`` is assigned later.
         outputs = {
             i: t.detach()
@@ -211,7 +243,103 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.changed_since_init |= dict.fromkeys(
                     changes, any(self.changed_since_init.get(storage) for storage in read)
                 )
+            for storage in changes:
+                self.copies.pop(storage, None)
+            if operation.name in (*_COPIES, "aten::copy_"):
+                self._add_copy(result, args[0] if operation.name in _COPIES else args[1])
         return result
+
+    def _add_copy(self, copy: torch.Tensor, source: torch.Tensor) -> None:
+        """Record that a tensor is a copy of one whose values are in files, if it is, and both are full storages."""
+        storage = storage_of(source) if source.is_meta else None
+        is_full = all(t.nbytes == t.untyped_storage().nbytes() and t.is_contiguous() for t in (copy, source))
+        if storage is not None and copy.is_meta and copy.shape == source.shape and is_full:
+            found = self.copies.get(storage, self.in_files.get(storage))
+            if found is not None and not self.changed_since_init[storage]:
+                self.copies[storage_of(copy)] = found
+
+    def _run_with_values(
+        self, function: Any, args: Any, kwargs: dict[str, Any], otherwise: RuntimeError | None = None
+    ) -> Any:
+        """Run an operation at once, with the values of its meta tensors; see [Note: values on meta].
+
+        Tensors that it returns in memory of their own are copied to meta, unless the operation is a copy to a device.
+
+        Raises:
+            CheckpointError: the values are not known in the block.
+            RuntimeError: the same, if it is given as ``otherwise``; or the operation fails.
+        """
+        name = str(getattr(schema_of(function), "name", function))
+
+        def with_values(argument: Any) -> Any:
+            if not isinstance(argument, torch.Tensor) or not argument.is_meta:
+                return argument
+            reason, values = self._values_of(argument)
+            if values is None:
+                if otherwise is not None:
+                    raise otherwise
+                raise CheckpointError(
+                    f"cannot build on meta: {name} needs the values of a tensor of the shape {list(argument.shape)}, "
+                    f"which {reason}, expected values that this block computes without random numbers. Run this "
+                    "operation after prepare_model, or build the model outside of init_on_meta."
+                )
+            return values
+
+        written = tree_leaves(written_arguments(function, args, kwargs))
+        if any(isinstance(tensor, torch.Tensor) and tensor.is_meta for tensor in written):
+            raise CheckpointError(
+                f"cannot build on meta: {name} writes to a tensor on meta, and needs the values of another one, "
+                "expected an operation that returns a new tensor. Use the form of the operation without out=, or "
+                "build the model outside of init_on_meta."
+            )
+        given = tree_map(with_values, (tuple(args), kwargs))
+        result = function(*given[0], **given[1])
+        return result if written or name in _TO_DEVICE else tree_map(self._constant, result)
+
+    def _constant(self, value: Any) -> Any:
+        """Return a meta tensor whose recorded values are those of a tensor with memory."""
+        if not isinstance(value, torch.Tensor) or value.is_meta:
+            return value
+        meta = value.to("meta")
+        kwargs = {"device": torch.device("meta")}
+        changes = frozenset({storage_of(meta)})
+        self._add(_Operation(copy_operator(), (value,), kwargs, changes, outputs={0: meta.detach()}))
+        return meta
+
+    def _values_of(self, tensor: torch.Tensor) -> tuple[str, torch.Tensor | None]:
+        """Return a meta tensor's values at this point of the block, on the CPU; or why they are not known, and None."""
+        storage = storage_of(tensor)
+        version, memory = self._values.get(storage, (0, None))
+        if memory is None or version != self._last_change[storage]:
+            if reason := self.unknown(storage):
+                return reason, None
+            if self.draws(storage):
+                return "depend on random numbers", None
+            found: list[torch.Tensor] = []
+            self.compute({storage: found.append}, torch.device("cpu"))
+            memory = found[0]
+            self._values[storage] = (self._last_change[storage], memory)
+        return "", view_like(tensor.detach(), memory).clone()
+
+    def unknown(self, storage: int) -> str:
+        """Return why the recorded operations cannot compute the values of a storage; "" if they can."""
+        if storage not in self._last_change:
+            return "were computed outside of this block"
+        if storage in self.in_files:
+            return "are in files, and not loaded yet"
+        if storage not in self._needed_for({storage}, files=self.in_files.keys())[1]:
+            return "are uninitialised, or depend on tensors that are in files or outside of this block"
+        return ""
+
+    def draws(self, storage: int) -> bool:
+        """Return whether the values of a storage depend on random numbers."""
+        operations = self._needed_for({storage}, files=self.in_files.keys())[0]
+        return any(operation.may_draw for operation in operations if not operation.sets_random_state)
+
+    def compute(self, wanted: Mapping[int, Callable[[torch.Tensor], None]], device: torch.device) -> None:
+        """Replay only operations that draw no random numbers, without a change of the random states."""
+        operations = self._needed_for(set(wanted), files=self.in_files.keys())[0]
+        self._run([each for each in operations if not each.sets_random_state], wanted, device)
 
     @torch.no_grad()
     def replay(self, wanted: Mapping[int, Callable[[torch.Tensor], None]], device: torch.device) -> None:
@@ -221,29 +349,41 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             wanted: for each storage, a function that receives the values of the storage as a flat tensor of bytes.
             device: the device on which values are computed.
         """
-        operations, computed = self._needed_for(set(wanted))
+        operations, computed = self._needed_for(set(wanted), files=self.in_files.keys() - set(wanted))
+        self._run(operations, {s: store for s, store in wanted.items() if s in computed}, device)
+
+    @staticmethod
+    @torch.no_grad()
+    def _run(
+        operations: Sequence[_Operation], wanted: Mapping[int, Callable[[torch.Tensor], None]], device: torch.device
+    ) -> None:
+        """Run operations in their order, and pass the bytes of the wanted storages on after their last use."""
         last = {storage: i for i, op in enumerate(operations) for storage in op.changes | op.reads}
         memory: dict[int, torch.Tensor] = {}
 
         def with_values(argument: Any) -> Any:
             if isinstance(argument, torch.Tensor) and argument.is_meta:
                 return view_like(argument, memory[storage_of(argument)])
+            if isinstance(argument, torch.Tensor) and argument.ndim and is_operator:
+                return argument.to(device)  # it was recorded with tensors on meta, whose values are on the device
             return device if isinstance(argument, torch.device) and argument.type == "meta" else argument
 
         for i, operation in enumerate(operations):
+            is_operator = schema_of(operation.function) is not None
             args, kwargs = tree_map(with_values, (operation.args, operation.kwargs))
             results = operation.run(args, kwargs, device)
             memory |= {storage_of(meta): _bytes_of(results[at], meta) for at, meta in operation.outputs.items()}
             for storage in operation.changes | operation.reads:
                 if last[storage] == i:
                     values = memory.pop(storage)
-                    if storage in wanted and storage in computed:
+                    if storage in wanted:
                         wanted[storage](values)
 
-    def _needed_for(self, wanted: set[int]) -> tuple[list[_Operation], set[int]]:
+    def _needed_for(self, wanted: set[int], files: Set[int]) -> tuple[list[_Operation], set[int]]:
         """Return the operations to replay for the wanted storages, and the storages that get values.
 
-        A storage gets no values if one of its operations cannot run, or if all of them only allocate memory.
+        The values of the storages ``files`` are in files, and are not computed. A storage gets no values if one of its
+        operations cannot run, or if all of them only allocate memory.
         """
         needed, operations = set(wanted), []
         for operation in reversed(self.operations):
@@ -258,7 +398,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             own_generator = any(isinstance(a, torch.Generator) for a in (*operation.args, *operation.kwargs.values()))
             if operation.reads <= computable and not own_generator:
                 possible.append(operation)
-                computable |= operation.changes - (self.in_files - wanted)
+                computable |= operation.changes - files
                 if operation.name not in _WITHOUT_VALUES:
                     with_values |= operation.changes
             else:
@@ -282,7 +422,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return (*facts, number, value.stride(), value.storage_offset())
 
         digest, seed = hashlib.sha256(), None
-        for operation in self._needed_for(wanted)[0]:
+        for operation in self._needed_for(wanted, files=self.in_files.keys() - wanted)[0]:
             if operation.function is _manual_seed:
                 seed = operation.args
             elif not operation.sets_random_state:
@@ -295,19 +435,55 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Constants(TorchFunctionMode):
-    """Create tensors from Python numbers on the CPU, then copy them to meta; the recorded copy keeps the CPU tensor."""
+    """Run functions that the recording does not see, because they raise or copy before any operation runs.
+
+    Tensors from Python numbers are created on the CPU, then copied to meta; the recorded copy keeps the CPU tensor.
+    NumPy arrays and ``.data`` get the values of meta tensors. Functions that only accept tensors of one device run on
+    meta. See [Note: values on meta].
+    """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, device, numbers = dict(kwargs or {}), "meta", args
-        if function is torch.Tensor.new_tensor:
-            device, numbers = args[0].device, args[1:]
-        elif function not in (torch.tensor, torch.as_tensor, torch.asarray):
+        kwargs = dict(kwargs or {})
+        if function in _CREATE_FROM_NUMBERS:
+            return _create_from_numbers(function, args, kwargs)
+        if function in _READ_VALUES and args[0].is_meta:
+            return function(args[0].cpu(), *args[1:], **kwargs)
+        if function == _SET_DATA and args[1].is_meta != args[0].is_meta:
+            return function(args[0], args[1].to(args[0].device))
+        try:
             return function(*args, **kwargs)
-        is_on_meta = torch.device(kwargs.get("device") or device).type == "meta"
-        if not is_on_meta or any(isinstance(value, torch.Tensor) for value in tree_leaves(numbers)):
+        except CheckpointError:
+            raise
+        except RuntimeError:
+            tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+            if len({tensor.is_meta for tensor in tensors}) < 2 or _may_write(function, kwargs):
+                raise
+            args, kwargs = tree_map(_on_meta, (tuple(args), kwargs))
             return function(*args, **kwargs)
-        grad = kwargs.pop("requires_grad", False)
-        return function(*args, **{**kwargs, "device": "cpu"}).to("meta").requires_grad_(grad)
+
+
+_CREATE_FROM_NUMBERS = (torch.Tensor.new_tensor, torch.tensor, torch.as_tensor, torch.asarray)
+_READ_VALUES = (torch.Tensor.numpy, torch.Tensor.__array__)
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def _create_from_numbers(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    device, first = ("meta", 0) if function is not torch.Tensor.new_tensor else (args[0].device, 1)
+    device = torch.device(kwargs.get("device") or device)
+    if any(isinstance(value, torch.Tensor) for value in args[first:]):
+        return function(*args, **kwargs)
+    # Numbers may be tensors of one element, which `torch.tensor` would read as uninitialised memory.
+    numbers = tree_map(lambda value: value.cpu() if isinstance(value, torch.Tensor) else value, args[first:])
+    if device.type != "meta":
+        return function(*args[:first], *numbers, **kwargs)
+    grad = kwargs.pop("requires_grad", False)
+    return function(*args[:first], *numbers, **{**kwargs, "device": "cpu"}).to(device).requires_grad_(grad)
+
+
+def _may_write(function: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a function may write to one of its arguments, judging by its name."""
+    name = str(getattr(function, "__name__", "_"))
+    return name.endswith("_") or "out" in kwargs
 
 
 def _bytes_of(value: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
@@ -332,6 +508,26 @@ def _snapshot(argument: Any) -> Any:
     if not isinstance(argument, torch.Tensor):
         return argument
     return argument.detach() if argument.is_meta else argument.detach().clone()
+
+
+def _on_meta(argument: Any) -> Any:
+    """Return a meta tensor for a tensor with memory, to run an operation on meta that got both kinds."""
+    return argument.detach().to("meta") if isinstance(argument, torch.Tensor) and not argument.is_meta else argument
+
+
+def _needs_values(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether an operation on meta tensors cannot wait for a replay; see [Note: values on meta]."""
+    written = tree_leaves(written_arguments(function, args, kwargs))
+    if any(isinstance(tensor, torch.Tensor) and not tensor.is_meta for tensor in written):
+        return True
+    name = str(getattr(schema_of(function), "name", ""))
+    if name in _BY_INDICES:
+        indices = (index for index in args[1] if isinstance(index, torch.Tensor))
+        return any(index.dtype in (torch.bool, torch.uint8) for index in indices)
+    if name in _TO_DEVICE and kwargs.get("device") is not None:
+        return torch.device(kwargs["device"]).type != "meta"
+    tags = getattr(function, "tags", ())
+    return torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -360,9 +556,16 @@ class RecordedTensor:
     recording: Recording
     meta: torch.Tensor
     """The tensor at the end of the block. It keeps its storage alive; the recording identifies tensors by storage."""
+    changes: int = 0
+    """How often the tensor had been changed in place."""
 
     def __deepcopy__(self, _memo: object) -> Self:
         return self  # the same operations produce the tensors of a copied module
+
+    @property
+    def copied_from(self) -> tuple[WeightsSource, str] | None:
+        """The files and the name of the tensor of which this one is an unchanged copy; None if it is not a copy."""
+        return self.recording.copies.get(storage_of(self.meta))
 
     @property
     def changed_since_init(self) -> bool:
@@ -400,8 +603,10 @@ def record() -> Iterator[Recording]:
                 stack.enter_context(mode)
             yield recording
         _recordings.add(recording)
-        for module in {module for root in built for module in root.modules()}:
+        modules = {module for root in built for module in root.modules()}
+        for module in modules:
             _attach(recording, module)
+        _mark_plain_tensors(recording, modules)
     finally:
         _recording_threads.clear()
         _recording_lock.release()
@@ -453,6 +658,25 @@ def _attach(recording: Recording, module: nn.Module) -> None:
                 recorded[name] = RecordedTensor(recording, tensor.detach())
     if recorded:
         attach(module, _RECORDED, recorded)
+
+
+_MARK = "_fsdp2_strategy_recorded"
+"""Name of the attribute of plain tensors that holds their `RecordedTensor`; copies of a tensor have it, too."""
+
+
+def _mark_plain_tensors(recording: Recording, modules: set[nn.Module]) -> None:
+    """Attach to plain tensors of modules how they were made; see [Note: plain tensors] in `plain_tensors`."""
+    for each in plain_tensors(dict.fromkeys(modules, ""), {id(module) for module in modules}):
+        tensor = each.tensor
+        if storage_of(tensor) in recording.changed_since_init:
+            meta = tensor.detach()
+            setattr(tensor, _MARK, RecordedTensor(recording, meta, changes_of(meta)))
+
+
+def recorded_plain_tensor(tensor: torch.Tensor) -> RecordedTensor | None:
+    """Return the `RecordedTensor` of a plain tensor; None if it was not recorded, or changed afterwards."""
+    recorded: RecordedTensor | None = getattr(tensor, _MARK, None)
+    return recorded if recorded is not None and changes_of(recorded.meta) == recorded.changes else None
 
 
 def forget(model: nn.Module) -> None:
