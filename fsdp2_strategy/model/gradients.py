@@ -14,6 +14,7 @@ from fsdp2_strategy.distributed.torch_internals import (
     drop_accumulated_gradient,
     drop_deferred_all_reduce,
     parameters_of,
+    shard_of,
     unsharded_of,
 )
 from fsdp2_strategy.model.fsdp_state import parameter_groups
@@ -31,6 +32,7 @@ def clear_gradients(model: nn.Module) -> None:
         drop_deferred_all_reduce(param_group)
         for parameter in parameters_of(param_group):
             drop_accumulated_gradient(parameter)
+            shard_of(parameter).grad = None  # not a parameter of the model while the unit is gathered
             if (unsharded := unsharded_of(parameter)) is not None:
                 unsharded.grad = None
 

@@ -31,6 +31,7 @@ from fsdp2_strategy.distributed.mesh import (
 from fsdp2_strategy.distributed.torch_internals import module_of
 from fsdp2_strategy.errors import MeshError, ShardError, counted, some
 from fsdp2_strategy.model.buffers import remember_buffers
+from fsdp2_strategy.model.failed_passes import watch_passes
 from fsdp2_strategy.model.fingerprint import store_initial_sums
 from fsdp2_strategy.model.fsdp_state import class_name, is_sharded, parameter_groups, reshard
 from fsdp2_strategy.model.names import clean
@@ -243,6 +244,7 @@ def _finish(root: nn.Module, layers: TensorPlan | None, *, is_training: bool) ->
     if is_training:
         model_state(root).set(_DTYPES, {name: parameter.dtype for name, parameter in root.named_parameters()})
     root.register_forward_hook(partial(after_forward, class_name(root)), always_call=True)
+    watch_passes(root)
     register_wrapper(root)
     _add_checks(root, layers)
     remember_buffers(root)
