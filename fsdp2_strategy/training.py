@@ -53,7 +53,6 @@ from fsdp2_strategy.hf.meta.init_on_meta import init_on_meta
 from fsdp2_strategy.hf.trainer_layout import TrainerLayout
 from fsdp2_strategy.model.buffers import differing_buffers
 from fsdp2_strategy.model.fsdp_state import has_unsharded_parameters, is_sharded
-from fsdp2_strategy.model.gradients import clear_gradients
 from fsdp2_strategy.model.materialize import has_uninitialised_tensors
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.model.offload import free_host_buffers
@@ -64,6 +63,7 @@ from fsdp2_strategy.optim.ema import EMA
 from fsdp2_strategy.optim.groups import build_optimizer
 from fsdp2_strategy.optim.schedule import build_scheduler
 from fsdp2_strategy.optim.step import StepResult, backward, clip_for_step, forbid_direct_steps, optimizer_step
+from fsdp2_strategy.optim.zero_grad import discard_gradients, watch_optimizer
 from fsdp2_strategy.sequence.prepare import prepare_for_split
 from fsdp2_strategy.sequence.shard import check_same_batch, shard_sequence
 from fsdp2_strategy.sharding.blocks import parameter_count
@@ -71,6 +71,17 @@ from fsdp2_strategy.sharding.explain import explain
 from fsdp2_strategy.sharding.shard import check_dtypes, is_for_training, shard_model
 
 _OTHER_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
+
+_SETTINGS_OF_STEPS = (
+    "accumulation",
+    "bf16",
+    "fp16",
+    "grad_sync",
+    "loss_reduction",
+    "reduce_in_full_precision",
+    "sync_buffers",
+    "use_mp_opt",
+)
 
 ModelT = TypeVar("ModelT", bound=nn.Module | None)
 
@@ -312,7 +323,7 @@ class TrainingStrategy:
             CheckpointError: on every rank: the weights of a model on the meta device cannot be loaded.
             SequenceError: on every rank: ``sequence_parallel_size`` is above 1, and the sequences of a model that is
                 trained cannot be split.
-            ConfigError: on every rank: a parallel size of the configuration differs between ranks.
+            ConfigError: on every rank: the configuration of parallelism or of optimizer steps differs between ranks.
         """
         if model is None:
             return model
@@ -321,7 +332,7 @@ class TrainingStrategy:
         if not _should_shard(model):
             return model
         config = self.config
-        self._check_same_sizes()
+        self._check_same_settings()
         settings = self._plan_settings(model, config, is_training, shard_size, reshard_after_forward)
         shard_model(
             model,
@@ -338,21 +349,22 @@ class TrainingStrategy:
             prepare_for_split(model, self.sp_group, is_training=is_training)
         return model
 
-    def _check_same_sizes(self) -> None:
-        """Raise on every rank if a parallel size differs between them, before groups of these sizes are made."""
-        own = {name: getattr(self.config, name) for name in PARALLEL_SIZES}
-        sizes: list[dict[str, int]] = [own] * self.world_size
-        dist.all_gather_object(sizes, own, group=ranks.group_in_use())
-        for name in PARALLEL_SIZES:
-            values = [each[name] for each in sizes]
-            if len(set(values)) > 1:
-                of_ranks = ", ".join(
+    def _check_same_settings(self) -> None:
+        """Raise on every rank if a setting that decides which collectives a rank runs differs between the ranks."""
+        own = {name: getattr(self.config, name) for name in (*PARALLEL_SIZES, *_SETTINGS_OF_STEPS)}
+        own["gradient_accumulation_steps"] = self.accumulated_gradient
+        of_ranks: list[dict[str, Any]] = [own] * self.world_size
+        dist.all_gather_object(of_ranks, own, group=ranks.group_in_use())
+        for name in own:
+            values = [each[name] for each in of_ranks]
+            if any(value != values[0] for value in values):
+                shown = ", ".join(
                     f"{value} on {some([str(rank) for rank, each in enumerate(values) if each == value], 'rank')}"
-                    for value in sorted(set(values))
+                    for value in dict.fromkeys(values)
                 )
                 raise ConfigError(
-                    f"cannot shard a model: {name} is {of_ranks}, expected the same number on all ranks. Start all "
-                    "ranks with the same configuration."
+                    f"cannot shard a model: {name} is {shown}, expected the same on all ranks. Start all ranks with "
+                    "the same configuration."
                 )
 
     @collective
@@ -527,9 +539,12 @@ class TrainingStrategy:
         This method multiplies the loss by 1 / ``accumulated_gradient``, or by (number of ranks) /
         ``num_items_in_batch`` if given; and, with fp16, by the loss scale. The caller must not scale it.
 
-        ``loss``, ``model``, ``num_items_in_batch``, ``num_tokens`` and errors are those of `optim.step.backward`.
-        ``optimizer`` is ignored; trainers pass it.
+        ``loss``, ``model``, ``num_items_in_batch``, ``num_tokens`` and errors are those of `optim.step.backward`. From
+        then on, ``zero_grad`` of ``optimizer``, if it is given, keeps the gradients of earlier micro-batches of a step:
+        see `discard_gradients`.
         """
+        if optimizer is not None:
+            watch_optimizer(optimizer, model)
         self._declare(self._state_of(model).accumulation)
         backward(
             loss,
@@ -542,6 +557,18 @@ class TrainingStrategy:
             num_items=num_items,
             num_tokens=num_tokens,
         )
+
+    def discard_gradients(self, model: nn.Module) -> None:
+        """Drop the gradients of the micro-batches since the last optimizer step; not collective; call it on all ranks.
+
+        The next ``backward`` begins a new step. ``optimizer.zero_grad()`` and ``model.zero_grad()`` do not drop them
+        between the micro-batches of a step, because loops call these at their top.
+
+        Args:
+            model: the model, or its wrapper.
+        """
+        self._state_of(model)
+        discard_gradients(model)
 
     @contextmanager
     def accumulate(self, micro_batches: int) -> Iterator[None]:
@@ -582,8 +609,7 @@ class TrainingStrategy:
             if not is_complete:
                 for root, state in self._states.items():
                     if state.accumulation.declared is not None:
-                        clear_gradients(root)
-                        state.accumulation.reset()
+                        discard_gradients(root)
         if not is_complete:
             raise StepError(
                 f"cannot accumulate: a model has not run all {micro_batches} micro-batches at the end of the block, "

@@ -79,6 +79,8 @@ class Accumulation:
     """Backward passes of the current micro-batch, if `optimizer_step` ends it."""
     declared: int | None = None
     """Number of micro-batches of the coming step, in a block of `TrainingStrategy.accumulate`."""
+    size_of_step: int | None = 1
+    """Number of micro-batches of the step of the latest backward pass; None if the caller decides when to step."""
     steps: int = 0
     """Optimizer steps taken."""
     scale: LossScale | None = None

@@ -26,6 +26,7 @@ from fsdp2_strategy.model.names import clean, matches, named_parameters
 from fsdp2_strategy.model.shards import shard_size_of
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.optim.masters import FSDPadaptOptimizer
+from fsdp2_strategy.optim.zero_grad import watch_optimizer
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.LocalResponseNorm, *BATCH_NORMS)
 
@@ -112,7 +113,10 @@ def build_optimizer(
     optimizer = _construct(optimizer_cls, groups, options)
     _log_groups(optimizer)
     _check_dtypes(trainable.values(), masters=masters)
-    return FSDPadaptOptimizer(optimizer) if masters else optimizer
+    if masters:
+        optimizer = FSDPadaptOptimizer(optimizer)
+    watch_optimizer(optimizer, model)
+    return optimizer
 
 
 def rebind_optimizer(optimizer: Optimizer, names: Mapping[int, str], model: nn.Module) -> None:
@@ -138,6 +142,7 @@ def rebind_optimizer(optimizer: Optimizer, names: Mapping[int, str], model: nn.M
         )
     for group in optimizer.param_groups if stale else ():
         group["params"] = [p if id(p) in own else now[names[id(p)]] for p in group["params"]]
+    watch_optimizer(optimizer, model)
 
 
 def _resolve_groups(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from weakref import ref
 
@@ -30,6 +30,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.config.strategy_config import AccumulationRule, GradSync, LossReduction, SyncBuffers
 from fsdp2_strategy.distributed.agreement import has_deferred_error, raise_deferred_error
+from fsdp2_strategy.distributed.equal_values import LENGTH
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import control_device, current_device, group_in_use, world_size
@@ -38,13 +39,16 @@ from fsdp2_strategy.distributed.torch_internals import local_of
 from fsdp2_strategy.errors import StepError, counted
 from fsdp2_strategy.model.buffers import have_buffers_changed
 from fsdp2_strategy.model.buffers import sync_buffers as sync
-from fsdp2_strategy.model.fsdp_state import class_name, reshard
+from fsdp2_strategy.model.failed_passes import failed_pass, record_failed_backward
+from fsdp2_strategy.model.fsdp_state import class_name, has_unsharded_training, reshard
 from fsdp2_strategy.model.offload import check_resident
 from fsdp2_strategy.model.ranks import on_ranks_of, ranks_per_layer
 from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.model.wrappers import unwrap_model
-from fsdp2_strategy.optim.accumulation import LossScale, ReducedStep, accumulation_of
+from fsdp2_strategy.optim.accumulation import Accumulation, LossScale, ReducedStep, accumulation_of
+from fsdp2_strategy.optim.compared_numbers import check_equal_numbers, digest_of, numbers_of_step
 from fsdp2_strategy.optim.step_sums import MicroBatchSums, checked_tokens
+from fsdp2_strategy.optim.zero_grad import discard_after_failed_pass, watch_model, watch_optimizer
 from fsdp2_strategy.sharding.shard import check_dtypes
 from fsdp2_strategy.sharding.vision_encoders import may_have_unequal_gradients
 
@@ -106,15 +110,18 @@ def backward(
     Raises:
         StepError: ``num_items_in_batch`` is not positive and finite; ``num_items`` or ``num_tokens`` is not an integer
             of at least 0 or a tensor of one; both numbers of items are given; only some backward passes of a step have
-            ``num_items``; the loss is not a tensor with one element and an autograd graph; or, on every rank, the
-            losses of ranks that share layers differ.
+            ``num_items``; the loss is not a tensor with one element and an autograd graph; there are several ranks and
+            the model is not sharded; or, on every rank, the losses of ranks that share layers differ.
     """
     _check_loss(loss)
+    _check_prepared(unwrap_model(model), "run backward")
     layers = ranks_per_layer(model)
     if layers > 1:
         check_losses_of_groups(loss, layers)
     num_tokens = checked_tokens(num_tokens)
     num_items = checked_tokens(num_items, "num_items")
+    discard_after_failed_pass(model, in_forward=False)
+    watch_model(model)
     own = accumulation_of(model)
     own.check_declared()
     if not own.is_pending:
@@ -130,14 +137,19 @@ def backward(
             "cannot run backward: num_items_in_batch and num_items were passed, expected one of them. Pass num_items "
             "if the number of items in the whole step is not known yet."
         )
+    own.size_of_step = own.size(accumulation, accumulation_steps)
     is_divided = num_items is None and loss_reduction == "mean"
-    size = own.size(accumulation, accumulation_steps) if is_divided else None
+    size = own.size_of_step if is_divided else None
     factor = _loss_factor(size, items, world_size() // layers)
     is_last = own.is_last(accumulation, accumulation_steps)
     if is_last != (own.last_sync is not False):
         set_gradient_sync(model, grad_sync, is_last=is_last)
         own.last_sync = is_last
-    (loss * (factor * (own.scale.value if own.scale else 1.0))).backward()  # type: ignore[no-untyped-call]
+    try:
+        (loss * (factor * (own.scale.value if own.scale else 1.0))).backward()  # type: ignore[no-untyped-call]
+    except BaseException:
+        record_failed_backward(unwrap_model(model))
+        raise
     own.sums.add(loss, factor, num_tokens, items, num_items)
     own.add_backward(accumulation)
 
@@ -175,10 +187,12 @@ def optimizer_step(
         on every rank.
 
     Raises:
-        StepError: `backward` was not called since the last call; or it is unknown whether the backward passes since
-            then are micro-batches; or the optimizer belongs to another model or was created before this one was
-            sharded; or, on every rank: a rank has deferred an error (`defer_error`), or ``num_items`` was passed on
-            some ranks only, or their sum is 0.
+        StepError: `backward` was not called since the last call, or has raised; or it is unknown whether the backward
+            passes since then are micro-batches; or the optimizer belongs to another model or was created before this
+            one was sharded; or there are several ranks and the model is not sharded; or, on every rank: a rank has
+            deferred an error (`defer_error`), ``num_items`` was passed on some ranks only, or their sum is 0; or
+            ``num_items_in_batch``, ``max_norm``, the number of backward passes or a hyper-parameter of the optimizer
+            differs between ranks.
         OffloadError: the model or the optimizer is offloaded.
     """
     if not hasattr(optimizer, "param_groups"):
@@ -186,10 +200,17 @@ def optimizer_step(
             f"cannot step {name!r}: the optimizer is {_described(optimizer)}, expected a torch optimizer. Pass the one "
             "that create_optimizer returned, and check the order of the arguments."
         )
+    _check_prepared(unwrap_model(model), f"step {name!r}")
     own = accumulation_of(model)
     if own.checked_optimizer is None or own.checked_optimizer() is not optimizer:
         _check_parameters(optimizer, unwrap_model(model))
         own.checked_optimizer = ref(optimizer)
+        watch_optimizer(optimizer, model)
+    if failed_pass(unwrap_model(model)) == "backward":
+        raise StepError(
+            f"cannot step {name!r}: its last backward pass has raised, expected one that is complete. Call "
+            "optimizer.zero_grad(), which discards the gradients of this step, and run the passes again."
+        )
     if not own.end_micro_batch(accumulation, accumulation_steps, name):
         return StepResult(step=own.steps, stepped=False, skipped=False, grad_norm=None)
     taken = _take_step(
@@ -199,7 +220,7 @@ def optimizer_step(
         max_norm=max_norm,
         scale=own.scale,
         sync_buffers=sync_buffers,
-        sums=own.sums,
+        own=own,
         reduced=own.reduced if max_norm == 0.0 else None,
     )
     own.reset()
@@ -233,6 +254,16 @@ def _check_loss(loss: object) -> None:
         raise StepError(
             "cannot run backward: the loss has no autograd graph, expected one. It was computed under torch.no_grad, "
             "detached, or does not depend on a trainable parameter."
+        )
+
+
+def _check_prepared(root: nn.Module, action: str) -> None:
+    """Raise StepError if a model is not sharded and there are several ranks: each would train a copy of its own."""
+    if world_size() > 1 and has_unsharded_training(root):
+        raise StepError(
+            f"cannot {action}: {class_name(root)} is not sharded, so each of the {world_size()} ranks would train a "
+            "copy of its own, expected a prepared model. Call prepare_model(model, is_training=True) first (without a "
+            "strategy: shard_model)."
         )
 
 
@@ -361,10 +392,10 @@ def take_step(
         ShardError: the model was cast after it was sharded.
         StepError: on every rank, a rank has deferred an error (`defer_error`).
     """
-    sums = MicroBatchSums()
-    taken = _take_step(
-        optimizer, model, scheduler, max_norm=max_norm, scale=scale, sync_buffers=sync_buffers, sums=sums
-    )
+    _check_prepared(unwrap_model(model), "step")
+    own = Accumulation()
+    taken = _take_step(optimizer, model, scheduler, max_norm=max_norm, scale=scale, sync_buffers=sync_buffers, own=own)
+    accumulation_of(model).reset()
     return taken.stepped, taken.norm
 
 
@@ -387,7 +418,7 @@ def _take_step(
     max_norm: float,
     scale: LossScale | None,
     sync_buffers: SyncBuffers,
-    sums: MicroBatchSums,
+    own: Accumulation,
     reduced: ReducedStep | None = None,
 ) -> _Taken:
     root = unwrap_model(model)
@@ -397,7 +428,9 @@ def _take_step(
     reshard(root)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if reduced is None:
-        reduced = _reduce(parameters, root, sums, scale, sync_buffers)
+        reduced = _reduce(
+            parameters, root, own.sums, scale, sync_buffers, numbers=numbers_of_step(own, optimizer, max_norm)
+        )
     factor = (scale.value if scale else 1.0) * reduced.divisor
     norm = _scale(_gradients(parameters), reduced.norm * factor, max_norm, factor)
     if reduced.have_buffers_changed:
@@ -416,7 +449,8 @@ def _take_step(
             state.set(_IS_STEPPING, False)
         if scheduler is not None:
             scheduler.step()
-    optimizer.zero_grad(set_to_none=True)
+    # The class's method: the instance's keeps the gradients of a step that is pending, see [Note: zero_grad].
+    type(optimizer).zero_grad(optimizer, set_to_none=True)
     return _Taken(stepped=finite, norm=norm, lr=lr, loss=reduced.loss, tokens=reduced.tokens)
 
 
@@ -426,19 +460,24 @@ def _reduce(
     sums: MicroBatchSums,
     scale: LossScale | None,
     sync_buffers: SyncBuffers,
+    *,
+    numbers: Mapping[str, object],
 ) -> ReducedStep:
     """Exchange what the ranks must know for an optimizer step; collective.
 
     Raises:
-        StepError: on every rank, a rank has deferred an error, or ``num_items`` was passed on some ranks only.
+        StepError: on every rank, a rank has deferred an error, ``num_items`` was passed on some ranks only, or
+            ``numbers`` differ between ranks.
     """
     is_changed = sync_buffers != "off" and have_buffers_changed(root)
     with on_ranks_of(parameters):
-        squares, (changed, deferred, *of_micro_batches) = _sum_over_ranks(
-            _gradients(parameters), is_changed, has_deferred_error(), *sums.values()
+        squares, (changed, deferred, *others) = _sum_over_ranks(
+            _gradients(parameters), is_changed, has_deferred_error(), *digest_of(numbers), *sums.values()
         )
+        of_numbers, of_micro_batches = others[:LENGTH], others[LENGTH:]
         if deferred:
             raise_deferred_error()
+        check_equal_numbers(of_numbers, numbers)
         loss, tokens, divisor = sums.totals(of_micro_batches, world_size(), ranks_per_layer(root))
     return ReducedStep(
         norm=math.sqrt(squares) / ((scale.value if scale else 1.0) * divisor),
@@ -466,11 +505,14 @@ def clip_for_step(model: nn.Module, max_norm: float, *, sync_buffers: SyncBuffer
         StepError: on every rank, a rank has deferred an error.
     """
     root = unwrap_model(model)
+    _check_prepared(root, "clip gradients")
     check_resident(root, "clip its gradients")
     reshard(root)
     own = accumulation_of(model)
     parameters = [p for p in root.parameters() if p.requires_grad]
-    own.reduced = _reduce(parameters, root, own.sums, own.scale, sync_buffers)
+    optimizer = own.checked_optimizer() if own.checked_optimizer is not None else None
+    numbers = numbers_of_step(own, optimizer, max_norm)
+    own.reduced = _reduce(parameters, root, own.sums, own.scale, sync_buffers, numbers=numbers)
     scale = own.scale.value if own.scale else 1.0
     _scale(_gradients(parameters), own.reduced.norm * scale, max_norm * scale)
     return own.reduced.norm

@@ -31,6 +31,8 @@ class MicroBatchSums:
     """Sum of the ``num_tokens`` that were given; None if none were."""
     items: float | None = None
     """The last ``num_items_in_batch``; None if there was none."""
+    passed_items: tuple[float | None, ...] = ()
+    """The ``num_items_in_batch`` of each backward pass; () if none was given."""
     own_items: int | torch.Tensor | None = None
     """Sum of the ``num_items`` that were given; None if none were."""
 
@@ -53,6 +55,8 @@ class MicroBatchSums:
         self.loss = loss if self.loss is None else self.loss + loss
         self.tokens = _plus(self.tokens, num_tokens)
         self.own_items = _plus(self.own_items, num_items)
+        if items is not None or self.passed_items:
+            self.passed_items += (items,)
         self.items = self.items if items is None else items
 
     def values(self) -> list[float | torch.Tensor]:

@@ -5,6 +5,7 @@ Input: an empty folder that all ranks share. Output: the error that the user get
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from argparse import Namespace
@@ -517,6 +518,78 @@ def an_optimizer_from_before_prepare(folder):
     model = build("llama")
     optimizer = torch.optim.AdamW(model.parameters())
     strategy.prepare_model(model, is_training=True)
+    strategy.backward(loss_of("llama", model, batch_of("llama", 0, dist.get_rank())), model, optimizer)
+    strategy.optimizer_step(optimizer, model)
+
+
+@mistake(
+    "is not sharded, so each of the 2 ranks would train a copy of its own",
+    StepError,
+    "`prepare_model` was not called for the model that is trained.",
+    "Call `prepare_model(model, is_training=True)`, and train the model that it returns.",
+)
+def a_model_that_was_not_prepared(folder):
+    strategy = strategy_for()
+    model = build("llama")
+    optimizer = strategy.create_optimizer(model, lr=1e-3)
+    strategy.backward(loss_of("llama", model, batch_of("llama", 0, dist.get_rank())), model, optimizer)
+
+
+@mistake(
+    "zero_grad is ignored between the micro-batches of a step",
+    None,
+    "The loop calls `optimizer.zero_grad()` at its top, and a step has several micro-batches.",
+    "Remove the call: `optimizer_step` clears the gradients. To drop them, call `discard_gradients(model)`.",
+)
+def zero_grad_at_the_top_of_the_loop(folder):
+    strategy = strategy_for(gradient_accumulation_steps=2)
+    model, optimizer, scheduler = prepared(strategy)
+    for step in range(2):
+        optimizer.zero_grad()
+        strategy.backward(loss_of("llama", model, batch_of("llama", step, dist.get_rank())), model, optimizer)
+        strategy.optimizer_step(optimizer, model, scheduler)
+
+
+@mistake(
+    "a pass has raised; its units are reset, and the gradients of this step are discarded",
+    None,
+    "The program has caught the error of a forward or backward pass, and trains on.",
+    "Nothing, if all ranks skip the same batch. Otherwise end the program.",
+)
+def an_error_in_a_pass_that_is_caught(folder):
+    strategy = strategy_for()
+    model, optimizer, _ = prepared(strategy)
+    with contextlib.suppress(IndexError):
+        model(input_ids=torch.full((1, 4), 10**6))  # an unknown token
+    optimizer.zero_grad()
+    strategy.backward(loss_of("llama", model, batch_of("llama", 0, dist.get_rank())), model, optimizer)
+    strategy.optimizer_step(optimizer, model)
+
+
+@mistake(
+    "cannot step: num_items_in_batch is 10.0 on rank 0, 11.0 on rank 1, expected the same on all ranks",
+    StepError,
+    "Each rank passes the number of its own items, where the sum over all ranks is meant.",
+    "Sum it over the ranks, or pass `num_items`, which each rank counts for itself.",
+)
+def a_number_of_items_of_each_rank(folder):
+    strategy = strategy_for()
+    model, optimizer, _ = prepared(strategy)
+    loss = loss_of("llama", model, batch_of("llama", 0, dist.get_rank()))
+    strategy.backward(loss, model, optimizer, num_items_in_batch=10 + dist.get_rank())
+    strategy.optimizer_step(optimizer, model)
+
+
+@mistake(
+    "cannot step: lr of parameter group 0 (decay) is 0.1 on rank 0, 0.2 on rank 1, expected the same on all ranks",
+    StepError,
+    "Ranks were started with other settings, or one of them changes the learning rate alone.",
+    "Start all ranks with the same settings.",
+)
+def other_learning_rates_on_each_rank(folder):
+    strategy = strategy_for()
+    model = strategy.prepare_model(build("llama"), is_training=True)
+    optimizer = strategy.create_optimizer(model, lr=0.1 * (1 + dist.get_rank()))
     strategy.backward(loss_of("llama", model, batch_of("llama", 0, dist.get_rank())), model, optimizer)
     strategy.optimizer_step(optimizer, model)
 
