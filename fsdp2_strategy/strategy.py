@@ -33,6 +33,7 @@ from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.optim.ema import EMA
 from fsdp2_strategy.optim.groups import rebind_optimizer
 from fsdp2_strategy.optim.masters import FSDPadaptOptimizer, is_mp_optimizer
+from fsdp2_strategy.optim.schedule import check_schedule_of
 from fsdp2_strategy.rollout import EngineAgreement, Rollout, RolloutEngine, WeightUpdate
 from fsdp2_strategy.training import TrainingStrategy
 
@@ -267,7 +268,9 @@ class FSDPV2Strategy(TrainingStrategy):
                 )
             rebind_optimizer(optimizer, names, model)
             state = self._state_of(model)
-            state.optimizer, state.scheduler = optimizer, rest[0] if rest else state.scheduler
+            if rest:
+                check_schedule_of(rest[0], optimizer, "prepare", OptimizerError)
+            state.optimizer, state.scheduler = optimizer, rest[0] if rest else state.schedule_of(optimizer)
         return type(given)((model, optimizer, *rest))
 
     @collective

@@ -27,6 +27,7 @@ from fsdp2_strategy.checkpoint import LeRobotLayout, Loader, end_saving, load_ch
 from fsdp2_strategy.checkpoint.background_save import forget_groups
 from fsdp2_strategy.checkpoint.data_position import DataPositionMode, Later
 from fsdp2_strategy.checkpoint.random_state import seed_everything
+from fsdp2_strategy.checkpoint.training_state import schedule_state
 from fsdp2_strategy.config.aliases import PARALLEL_SIZES, resolve_aliases
 from fsdp2_strategy.config.arguments import check_keywords
 from fsdp2_strategy.config.strategy_config import ShardSize, StrategyConfig
@@ -39,6 +40,7 @@ from fsdp2_strategy.distributed.preemption import Preemption
 from fsdp2_strategy.distributed.tcp_rendezvous import Rendezvous
 from fsdp2_strategy.errors import (
     ArgumentError,
+    CheckpointError,
     ConfigError,
     FSDP2StrategyError,
     SequenceError,
@@ -61,7 +63,7 @@ from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.optim.accumulation import Accumulation, LossScale, begin_accumulation
 from fsdp2_strategy.optim.ema import EMA
 from fsdp2_strategy.optim.groups import build_optimizer
-from fsdp2_strategy.optim.schedule import build_scheduler
+from fsdp2_strategy.optim.schedule import build_scheduler, check_schedule_of, drives
 from fsdp2_strategy.optim.step import StepResult, backward, clip_for_step, forbid_direct_steps, optimizer_step
 from fsdp2_strategy.optim.zero_grad import discard_gradients, watch_optimizer
 from fsdp2_strategy.sequence.prepare import prepare_for_split
@@ -111,6 +113,11 @@ class _TrainingState:
     """Optimizer steps of the checkpoint that was loaded last."""
     averaged_steps: WeakKeyDictionary[EMA, int] = field(default_factory=WeakKeyDictionary)
     """Optimizer steps at the last update of each average."""
+
+    def schedule_of(self, optimizer: Optimizer | None) -> LRScheduler | None:
+        """Return the schedule, unless it sets the learning rates of another optimizer."""
+        is_other = self.scheduler is not None and optimizer is not None and not drives(self.scheduler, optimizer)
+        return None if is_other else self.scheduler
 
 
 @check_keywords
@@ -490,7 +497,9 @@ class TrainingStrategy:
         masters = kwargs.pop("masters", self.config.use_mp_opt)
         optimizer = build_optimizer(model, lr, betas, eps, weight_decay, masters=masters, **kwargs)
         forbid_direct_steps(optimizer)
-        self._state_of(model).optimizer = optimizer
+        state = self._state_of(model)
+        # A schedule of an earlier optimizer of this model would neither set these rates, nor may it be saved with them.
+        state.optimizer, state.scheduler, state.created_scheduler = optimizer, None, None
         return optimizer
 
     def create_scheduler(self, optimizer: Optimizer, name: str, **kwargs: Any) -> LRScheduler:
@@ -499,6 +508,7 @@ class TrainingStrategy:
         Arguments and errors are those of `build_scheduler`.
         """
         scheduler = build_scheduler(optimizer, name, **kwargs)
+        schedule_state(scheduler)  # refuse now what the first save would refuse
         for state in self._states.values():
             if state.optimizer is optimizer:
                 state.scheduler = scheduler
@@ -648,6 +658,8 @@ class TrainingStrategy:
         micro-batches are those of the configuration.
         """
         state = self._state_of(model)
+        if scheduler is not None and scheduler is not state.scheduler and hasattr(scheduler, "state_dict"):
+            schedule_state(scheduler)
         result = optimizer_step(
             optimizer,
             model,
@@ -659,7 +671,7 @@ class TrainingStrategy:
             sync_buffers=self.config.sync_buffers,
         )
         if result.stepped or result.skipped:
-            state.optimizer, state.scheduler = optimizer, scheduler or state.scheduler
+            state.optimizer, state.scheduler = optimizer, scheduler or state.schedule_of(optimizer)
         return result
 
     @collective
@@ -749,6 +761,7 @@ class TrainingStrategy:
             log(message, counted(pending, "micro-batch", "es"), level=logging.WARNING)
         if scheduler is None:
             _check_scheduler_steps(state)
+        optimizer = optimizer or state.optimizer
         check_dtypes(model)
         if self.config.sync_buffers != "off":
             _warn_of_differing_buffers(model)
@@ -758,8 +771,8 @@ class TrainingStrategy:
             save_dir,
             tag,
             step=state.accumulation.steps,
-            optimizer=optimizer or state.optimizer,
-            scheduler=scheduler or state.scheduler,
+            optimizer=optimizer,
+            scheduler=scheduler or state.schedule_of(optimizer),
             client_state=dict(client_state or {}),
             dataloader=dataloader,
             tokenizer=tokenizer,
@@ -821,8 +834,9 @@ class TrainingStrategy:
             load_module_strict: raise if tensor names in the checkpoint and in the model differ.
             load_optimizer_states: restore the optimizer's state and the loss scale of float16. It is an error if the
                 checkpoint has an optimizer's state, and a model that was prepared for training has no optimizer yet.
-            load_lr_scheduler_states: restore the schedule's state. It is an error if the checkpoint has it, and a model
-                that was prepared for training has no schedule yet.
+            load_lr_scheduler_states: restore the schedule's state, and the learning rates. It is an error if the
+                checkpoint has a schedule, and a model that was prepared for training has none yet. If false, the
+                learning rates are those of ``create_optimizer`` and of the new schedule from the first step on.
             ema: an `EMA` to restore; or a ``model_ema`` of `moving_average`: its averages are restored, then copied
                 into it. None restores none.
             load_module: load the model's parameters and buffers; if false, load all other state only.
@@ -844,12 +858,15 @@ class TrainingStrategy:
         if is_for_training(model):
             must_restore += ["optimizer"] if load_optimizer_states else []
             must_restore += ["scheduler"] if load_lr_scheduler_states else []
+        optimizer = optimizer or state.optimizer
+        scheduler = scheduler or state.schedule_of(optimizer)
+        check_schedule_of(scheduler, optimizer, "load", CheckpointError)
         loaded = load_checkpoint(
             model,
             load_dir,
             tag=tag,
-            optimizer=(optimizer or state.optimizer) if load_optimizer_states else None,
-            scheduler=(scheduler or state.scheduler) if load_lr_scheduler_states else None,
+            optimizer=optimizer if load_optimizer_states else None,
+            scheduler=scheduler if load_lr_scheduler_states else None,
             ema=averages.averages if averages else None,
             dataloader=dataloader,
             load_data_position=load_data_position,
@@ -859,12 +876,13 @@ class TrainingStrategy:
             fallback=fallback,
             trust=trust,
             must_restore=must_restore,
+            load_learning_rates=load_lr_scheduler_states,
         )
         if loaded is None:
             return None, {}
         own = state.accumulation
         own.reset()
-        own.steps, own.checked_optimizer = loaded.step, None
+        own.steps, own.checked_optimizer, own.stepped_schedule = loaded.step, None, None
         state.loaded_steps = loaded.step
         if state.created_scheduler is not None:
             created = state.created_scheduler[0]

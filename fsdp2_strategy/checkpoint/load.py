@@ -72,6 +72,7 @@ from fsdp2_strategy.model.failed_loads import unusable_unless_done
 from fsdp2_strategy.model.gradients import clear_gradients
 from fsdp2_strategy.model.master_weights import refresh_masters_of
 from fsdp2_strategy.model.ranks import on_model_ranks
+from fsdp2_strategy.optim.schedule import check_schedule_of
 
 
 @collective
@@ -93,6 +94,7 @@ def load_checkpoint(
     fallback: bool = False,
     trust: bool = False,
     must_restore: Collection[Literal["optimizer", "scheduler"]] = (),
+    load_learning_rates: bool = True,
 ) -> LoadedCheckpoint | None:
     """Load a checkpoint, saved on any number of ranks and at any shard size, into a sharded model; collective.
 
@@ -122,6 +124,8 @@ def load_checkpoint(
         trust: allow checkpoints of other systems (``.distcp``, ``.pt`` and ``.bin``), whose pickles can run code.
         must_restore: raise if the checkpoint has the state of these, and the object is None. By default, state without
             an object is ignored.
+        load_learning_rates: restore the learning rates with the optimizer's other hyper-parameters; if False, keep
+            those of ``optimizer``. A ``scheduler`` that is restored sets its own.
 
     Returns:
         A report of the load; None if the directory is missing, or if it has no checkpoint and ``tag`` is None.
@@ -137,6 +141,7 @@ def load_checkpoint(
         raise ArgumentError(
             f"cannot load: load_data_position is {load_data_position!r}, expected True, False or 'samples'."
         )
+    check_schedule_of(scheduler, optimizer, "load", CheckpointError)
     load_dir = Path(load_dir)
     dataloader = dataloader if load_data_position else None
     is_none = [each is None for each in (optimizer, scheduler, ema, dataloader)]
@@ -151,6 +156,7 @@ def load_checkpoint(
         fallback,
         trust,
         tuple(must_restore),
+        load_learning_rates,
     )
     check_equal("load", arguments, CheckpointError, "the same directory, tag and objects to load on all ranks.")
     with all_or_none(f"find a checkpoint in {load_dir}", CheckpointError):
@@ -177,6 +183,7 @@ def load_checkpoint(
         strict=strict,
         verify=verify,
         must_restore=must_restore,
+        load_learning_rates=load_learning_rates,
     )
     for path, older in zip(paths, [*paths[1:], None], strict=True):
         try:
@@ -228,6 +235,7 @@ class _LoadRequest:
     strict: bool
     verify: bool
     must_restore: Collection[str]
+    load_learning_rates: bool
 
     @property
     def loader(self) -> Loader | None:
@@ -289,7 +297,14 @@ def _restore_state(
     optimizer = request.optimizer
     if optimizer is not None:
         values = state["optimizer"]["values"]
-        restore_optimizer(root, optimizer, plan.optimizer_state, plan.optimizer_settings, values)
+        restore_optimizer(
+            root,
+            optimizer,
+            plan.optimizer_state,
+            plan.optimizer_settings,
+            values,
+            load_learning_rates=request.load_learning_rates,
+        )
     elif request.load_model:
         refresh_masters_of(root)
     if request.scheduler is not None:

@@ -32,7 +32,12 @@ from fsdp2_strategy.checkpoint.rotation import check_space, checkpoints_to_delet
 from fsdp2_strategy.checkpoint.save_request import SaveRequest
 from fsdp2_strategy.checkpoint.storage import Component, stage_gathered, stage_local, write_components
 from fsdp2_strategy.checkpoint.trainable_only import LeftOut
-from fsdp2_strategy.checkpoint.training_state import optimizer_hyper, optimizer_tensors, unwrap_and_reshard
+from fsdp2_strategy.checkpoint.training_state import (
+    optimizer_hyper,
+    optimizer_tensors,
+    schedule_state,
+    unwrap_and_reshard,
+)
 from fsdp2_strategy.distributed.agreement import all_or_none, check_equal, to_rank_0
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
@@ -47,6 +52,7 @@ from fsdp2_strategy.lerobot.checkpoint_layout import LeRobotLayout
 from fsdp2_strategy.model.failed_loads import check_usable
 from fsdp2_strategy.model.ranks import on_model_ranks
 from fsdp2_strategy.model.shards import shard_size_of_model
+from fsdp2_strategy.optim.schedule import check_schedule_of
 
 
 @collective
@@ -147,6 +153,7 @@ def save_checkpoint(
         meta=meta,
         layout=layout,
     )
+    check_schedule_of(scheduler, optimizer, "save", CheckpointError)
     request.agree_between_ranks(loss_scale, (optimizer, scheduler, ema, dataloader))
     with all_or_none("save", CheckpointError):
         request.check(tokenizer)
@@ -252,8 +259,7 @@ def _plan(
         check_json(hyper, "optimizer")
     if ema is not None:
         components.append(Component.of(paths.state / EMA, ema, stem=EMA))
-    schedule = scheduler.state_dict() if scheduler is not None else None
-    check_json(schedule, "scheduler")
+    schedule = schedule_state(scheduler) if scheduler is not None else None
     data = DataPosition.of(dataloader) if dataloader is not None else None
     trainer_state = {
         **trainer_state,

@@ -23,6 +23,7 @@ from weakref import ref
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.config.strategy_config import AccumulationRule
 from fsdp2_strategy.errors import StepError
@@ -87,6 +88,10 @@ class Accumulation:
     """Loss scale of float16 training; None for other dtypes."""
     checked_optimizer: ref[Optimizer] | None = None
     """The optimizer that last passed the check of its parameters."""
+    stepped_schedule: tuple[ref[LRScheduler], int | None] | None = None
+    """The schedule of the latest step, and its position after it; None without a schedule, or after a load."""
+    has_said_stepped_twice: bool = False
+    """Whether a warning has said that the program steps the schedule, too."""
     last_sync: bool | None = None
     """The ``is_last`` of the latest `set_gradient_sync` in `backward`; None (no call yet) acts like True."""
     sums: MicroBatchSums = field(default_factory=MicroBatchSums)

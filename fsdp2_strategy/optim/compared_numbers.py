@@ -85,13 +85,13 @@ def digest_of(numbers: Mapping[str, object]) -> list[float]:
 def _is_compared(key: str, value: object) -> bool:
     if key == "params" or isinstance(value, str):
         return False
-    if isinstance(value, torch.Tensor):  # reading a value of an accelerator would synchronise with it
-        return value.device.type == "cpu" and value.numel() == 1
-    return isinstance(value, int | float | tuple | list) or value is None
+    return isinstance(value, int | float | tuple | list | torch.Tensor) or value is None
 
 
 def _rounded(value: Any) -> object:
     if isinstance(value, torch.Tensor):
+        if value.device.type != "cpu" or value.numel() != 1:
+            return None  # reading a value of an accelerator would synchronise with it
         value = value.item()
     if isinstance(value, tuple | list):
         return tuple(_rounded(each) for each in value)

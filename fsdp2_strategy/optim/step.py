@@ -47,6 +47,7 @@ from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.optim.accumulation import Accumulation, LossScale, ReducedStep, accumulation_of
 from fsdp2_strategy.optim.compared_numbers import check_equal_numbers, digest_of, numbers_of_step
+from fsdp2_strategy.optim.schedule import check_schedule_of, check_steps_without_metric
 from fsdp2_strategy.optim.step_sums import MicroBatchSums, checked_tokens
 from fsdp2_strategy.optim.zero_grad import discard_after_failed_pass, watch_model, watch_optimizer
 from fsdp2_strategy.sharding.shard import check_dtypes
@@ -206,6 +207,8 @@ def optimizer_step(
         _check_parameters(optimizer, unwrap_model(model))
         own.checked_optimizer = ref(optimizer)
         watch_optimizer(optimizer, model)
+    if scheduler is not None:
+        _check_schedule(scheduler, optimizer, own, name)
     if failed_pass(unwrap_model(model)) == "backward":
         raise StepError(
             f"cannot step {name!r}: its last backward pass has raised, expected one that is complete. Call "
@@ -225,6 +228,7 @@ def optimizer_step(
     )
     own.reset()
     own.steps += taken.stepped
+    own.stepped_schedule = None if scheduler is None else (ref(scheduler), _position_of(scheduler))
     if not taken.stepped:
         message = "%s: all ranks skip step %d, because the gradient norm is %s"
         log(message, name, own.steps + 1, taken.norm, level=logging.WARNING)
@@ -237,6 +241,38 @@ def optimizer_step(
         loss=taken.loss,
         tokens=taken.tokens,
     )
+
+
+def _check_schedule(scheduler: LRScheduler, optimizer: Optimizer, own: Accumulation, name: str) -> None:
+    """Raise if a schedule does not fit to a step; log a warning once if the program has stepped it, too.
+
+    Raises:
+        StepError: it sets the learning rates of another optimizer, or its steps need a metric.
+    """
+    if not callable(getattr(scheduler, "step", None)):
+        raise StepError(
+            f"cannot step {name!r}: the schedule is {_described(scheduler)}, expected a learning-rate schedule. Check "
+            "the order of the arguments: optimizer_step(optimizer, model, scheduler)."
+        )
+    check_schedule_of(scheduler, optimizer, f"step {name!r}", StepError)
+    last, position = own.stepped_schedule, _position_of(scheduler)
+    if last is None or last[0]() is not scheduler:
+        check_steps_without_metric(scheduler)
+    elif last[1] is not None and position is not None and position > last[1] and not own.has_said_stepped_twice:
+        own.has_said_stepped_twice = True
+        log(
+            "%s: the program has stepped the %s %s since the last optimizer step, and optimizer_step steps it, too, so "
+            "its learning rates are those of a later step. Remove one of the calls",
+            name,
+            type(scheduler).__name__,
+            counted(position - last[1], "time"),
+            level=logging.WARNING,
+        )
+
+
+def _position_of(scheduler: LRScheduler) -> int | None:
+    position = getattr(scheduler, "last_epoch", None)
+    return position if isinstance(position, int) else None
 
 
 def _check_loss(loss: object) -> None:

@@ -659,6 +659,45 @@ def a_schedule_that_is_never_stepped(folder):
 
 
 @mistake(
+    "the LambdaLR sets the learning rates of another AdamW",
+    StepError,
+    "The schedule was created for an optimizer that another `create_optimizer` has replaced.",
+    "Create it again with `create_scheduler`, for the optimizer in use.",
+)
+def a_schedule_of_another_optimizer(folder):
+    strategy = strategy_for()
+    model, _, scheduler = prepared(strategy)
+    optimizer = strategy.create_optimizer(model, lr=1e-3)
+    train(strategy, model, optimizer, scheduler, range(1))
+
+
+@mistake(
+    "the program has stepped the LambdaLR 1 time since the last optimizer step, and optimizer_step steps it, too",
+    None,
+    "The loop calls `scheduler.step()`, and passes the schedule to `optimizer_step`.",
+    "Remove `scheduler.step()`.",
+)
+def a_schedule_that_is_stepped_twice(folder):
+    strategy = strategy_for()
+    model, optimizer, scheduler = prepared(strategy)
+    for step in range(2):
+        train(strategy, model, optimizer, scheduler, [step])
+        scheduler.step()
+
+
+@mistake(
+    "cannot step the ReduceLROnPlateau with the optimizer: its step needs metrics",
+    StepError,
+    "`optimizer_step` has no metric to pass to the schedule.",
+    "Step it yourself after each evaluation, and pass `scheduler=` to `save_ckpt` and `load_ckpt`.",
+)
+def a_schedule_that_needs_a_metric(folder):
+    strategy = strategy_for()
+    model, optimizer, _ = prepared(strategy)
+    train(strategy, model, optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), range(1))
+
+
+@mistake(
     "is in host memory, expected it on the device. Call reload_model first.",
     OffloadError,
     "The model was offloaded, and not reloaded before the step.",
@@ -1131,6 +1170,22 @@ def a_truncated_file(folder):
 def the_checkpoint_of_another_model(folder):
     strategy, *_ = saved(folder)
     model, *_ = prepared(strategy, "gpt2")
+    strategy.load_ckpt(model, folder / "ckpts")
+
+
+@mistake(
+    "the checkpoint replaces lr 0.5 by 0.01",
+    None,
+    "`load_ckpt` restores the learning rate of the checkpoint, and the program has asked for another one.",
+    "Pass `load_lr_scheduler_states=False` to keep the new learning rate.",
+)
+def another_learning_rate_than_that_of_the_checkpoint(folder):
+    strategy = strategy_for()
+    model = strategy.prepare_model(build("llama"), is_training=True)
+    strategy.create_optimizer(model, lr=0.01)
+    strategy.save_ckpt(model, folder / "ckpts")
+    model = strategy.prepare_model(build("llama"), is_training=True)
+    strategy.create_optimizer(model, lr=0.5)
     strategy.load_ckpt(model, folder / "ckpts")
 
 
