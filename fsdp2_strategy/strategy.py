@@ -35,7 +35,7 @@ from fsdp2_strategy.optim.groups import rebind_optimizer
 from fsdp2_strategy.optim.masters import FSDPadaptOptimizer, is_mp_optimizer
 from fsdp2_strategy.optim.schedule import check_schedule_of
 from fsdp2_strategy.rollout import EngineAgreement, Rollout, RolloutEngine, WeightUpdate
-from fsdp2_strategy.training import TrainingStrategy
+from fsdp2_strategy.training import TrainingStrategy, check_is_model
 
 __all__ = ["FSDPV2Strategy", "FSDPadaptOptimizer", "ModelOptimPair", "ModelOrModelOptimPair", "is_mp_optimizer"]
 
@@ -254,9 +254,16 @@ class FSDPV2Strategy(TrainingStrategy):
     def _prepare_model_or_pair(self, given: Any) -> Any:
         if not isinstance(given, tuple | list):
             return self.prepare_model(given)
+        if len(given) not in {2, 3}:
+            raise OptimizerError(
+                f"cannot prepare a tuple of {len(given)}: expected a model, its optimizer and, optionally, its "
+                "schedule. To prepare several models, pass them as separate arguments."
+            )
         model, optimizer, *rest = given
         if model is None:
             return given
+        check_is_model(model)
+        _check_pair(model, optimizer, *rest)
         names = {id(p): name for name, p in named_parameters(unwrap_model(model)).items()}
         model = self.prepare_model(model, is_training=True)
         if optimizer is not None:
@@ -588,6 +595,17 @@ class FSDPV2Strategy(TrainingStrategy):
                 rollout.close()
         finally:
             super().close()
+
+
+def _check_pair(model: nn.Module, optimizer: object, schedule: object = None) -> None:
+    """Raise OptimizerError unless a model comes with an optimizer and a schedule, or None in their places."""
+    for what, value, attribute in (("optimizer", optimizer, "param_groups"), ("schedule", schedule, "step")):
+        if value is not None and (not hasattr(value, attribute) or isinstance(value, nn.Module)):
+            shown = repr(value) if isinstance(value, str) else f"a {type(value).__name__}"
+            raise OptimizerError(
+                f"cannot prepare this {type(model).__name__}: its {what} is {shown}, expected a torch {what}. Pass "
+                "(model, optimizer) or (model, optimizer, schedule); pass several models as separate arguments."
+            )
 
 
 def _each(models: Any) -> Iterator[nn.Module]:

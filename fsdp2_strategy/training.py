@@ -335,7 +335,7 @@ class TrainingStrategy:
         if model is None:
             return model
         self._check_open()
-        _check_is_model(model)
+        check_is_model(model)
         if not _should_shard(model):
             return model
         config = self.config
@@ -422,7 +422,7 @@ class TrainingStrategy:
             ShardError, MeshError: see the free function `explain`.
         """
         self._check_open()
-        _check_is_model(model)
+        check_is_model(model)
         return self._explain(model, self.config, is_training, shard_size, reshard_after_forward, run=run, file=file)
 
     def _explain(
@@ -554,6 +554,11 @@ class TrainingStrategy:
         see `discard_gradients`.
         """
         if optimizer is not None:
+            if not hasattr(optimizer, "param_groups"):
+                raise StepError(
+                    f"cannot run backward: the optimizer is a {type(optimizer).__name__}, expected a torch optimizer "
+                    "or None. Check the order of the arguments: backward(loss, model, optimizer)."
+                )
             watch_optimizer(optimizer, model)
         self._declare(self._state_of(model).accumulation)
         backward(
@@ -658,8 +663,8 @@ class TrainingStrategy:
         micro-batches are those of the configuration.
         """
         state = self._state_of(model)
-        if scheduler is not None and scheduler is not state.scheduler and hasattr(scheduler, "state_dict"):
-            schedule_state(scheduler)
+        if scheduler is not state.scheduler and isinstance(scheduler, LRScheduler):
+            schedule_state(scheduler)  # refuse now what the first save would refuse
         result = optimizer_step(
             optimizer,
             model,
@@ -954,7 +959,7 @@ def _warn_of_differing_buffers(model: nn.Module) -> None:
         )
 
 
-def _check_is_model(model: object) -> None:
+def check_is_model(model: object) -> None:
     """Raise if the argument of `prepare_model` cannot be sharded as a whole.
 
     Raises:

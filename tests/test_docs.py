@@ -258,7 +258,7 @@ def test_the_loops_of_the_pages_run_with_accumulation(page, tmp_path):
     [code] = [block for block in blocks if "preempted" in block]
     code = code.replace("micro_train_batch_size=2", "micro_train_batch_size=2, gradient_accumulation_steps=2")
     run_blocks([blocks[0], code], page, {})  # the first block has the imports
-    assert not [tag for tag in os.listdir("run") if tag == "global_step0"]
+    assert not Path("run/global_step0").exists()
 
 
 # --- commands --------------------------------------------------------------------------------------------------------

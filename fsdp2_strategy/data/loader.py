@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from fsdp2_strategy.config.arguments import check_number
 from fsdp2_strategy.data.batches import Anchor, BatchPlan, Key, Tail
 from fsdp2_strategy.data.dataset_order import LaneLayout, choose_order
 from fsdp2_strategy.data.order import Order
@@ -108,6 +109,23 @@ class ResumableLoader:
         weights: Sequence[float] | None = None,
     ) -> None:
         self._is_shared_by_all_ranks = dp_rank is None and dp_size is None and dist.is_initialized()
+        for name, number, least in (
+            ("global_batch_size", global_batch_size, 1),
+            ("seed", seed, None),
+            ("dp_rank", dp_rank, 0),
+            ("dp_size", dp_size, 1),
+            ("num_workers", num_workers, 0),
+            ("prefetch_factor", prefetch_factor, 1),
+        ):
+            if number is not None or name not in {"dp_rank", "dp_size", "prefetch_factor"}:
+                check_number("load batches", name, number, DataError, integer=True, minimum=least)
+        if collate_fn is not None and not callable(collate_fn):
+            raise DataError(
+                f"cannot load batches: collate_fn is a {type(collate_fn).__name__}, expected a function from a list of "
+                "samples to a batch."
+            )
+        if not isinstance(shuffle, bool | np.bool_):
+            raise DataError(f"cannot load batches: shuffle is {shuffle!r}, expected True or False. Pass a bool.")
         self.dp_rank, self.dp_size = _rank_and_size(dp_rank, dp_size)
         self.dataset, self.tail = dataset, tail
         self.global_batch_size, self.seed = operator.index(global_batch_size), operator.index(seed)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import SchedulerType, get_scheduler
 
+from fsdp2_strategy.config.arguments import check_number
 from fsdp2_strategy.errors import FSDP2StrategyError, OptimizerError, StepError, did_you_mean
 
 # Schedule names of VLA trainers -> the schedule's name and options in transformers.
@@ -59,7 +60,18 @@ def build_scheduler(
         OptimizerError: the name is unknown; an option is missing or invalid; or both num_warmup_steps and
             warmup_ratio are given.
     """
+    if not hasattr(optimizer, "param_groups"):
+        raise OptimizerError(
+            f"cannot build a schedule: the optimizer is a {type(optimizer).__name__}, expected a torch optimizer. "
+            "Check the order of the arguments: create_scheduler(optimizer, name)."
+        )
     check_schedule_name(name)
+    for option, value in (("num_training_steps", num_training_steps), ("num_warmup_steps", num_warmup_steps)):
+        if value is not None:
+            least = 1 if option == "num_training_steps" else 0
+            check_number("build a schedule", option, value, OptimizerError, minimum=least)
+    if warmup_ratio is not None:
+        check_number("build a schedule", "warmup_ratio", warmup_ratio, OptimizerError)
     if warmup_ratio is not None:
         if num_warmup_steps is not None or num_training_steps is None or not 0 <= warmup_ratio <= 1:
             raise OptimizerError(
@@ -98,9 +110,9 @@ def check_schedule_name(name: str) -> None:
     known += [*_ALIASES, BACKBONE_FREEZE]
     if name in _NEED_METRICS:
         raise OptimizerError(
-            f"cannot build a schedule: {name!r} needs a metric in each step, expected one that is stepped with the "
-            "optimizer. Construct it yourself, step it after each evaluation, and pass scheduler= to save_ckpt and "
-            "load_ckpt."
+            f"cannot build a schedule: {name!r} is unknown, because its steps need a metric, expected a schedule "
+            "that is stepped with the optimizer. Construct it yourself, step it after each evaluation, and pass "
+            "scheduler= to save_ckpt and load_ckpt."
         )
     if name not in known:
         raise OptimizerError(

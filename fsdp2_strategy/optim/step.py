@@ -15,11 +15,14 @@ from __future__ import annotations
 
 import logging
 import math
+import numbers
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, get_args
 from weakref import ref
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -28,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from fsdp2_strategy.config.arguments import check_choice, check_number
 from fsdp2_strategy.config.strategy_config import AccumulationRule, GradSync, LossReduction, SyncBuffers
 from fsdp2_strategy.distributed.agreement import has_deferred_error, raise_deferred_error
 from fsdp2_strategy.distributed.equal_values import LENGTH
@@ -115,6 +119,8 @@ def backward(
             the model is not sharded; or, on every rank, the losses of ranks that share layers differ.
     """
     _check_loss(loss)
+    _check_choices("run backward", accumulation=accumulation, loss_reduction=loss_reduction, grad_sync=grad_sync)
+    check_number("run backward", "accumulation_steps", accumulation_steps, StepError, integer=True, minimum=1)
     _check_prepared(unwrap_model(model), "run backward")
     layers = ranks_per_layer(model)
     if layers > 1:
@@ -132,7 +138,7 @@ def backward(
             "cannot run backward: num_items was passed in some backward passes of this step, and not in others, "
             "expected in all or none. Pass it in every one, 0 for a loss without items."
         )
-    items = None if num_items_in_batch is None else float(num_items_in_batch)
+    items = None if num_items_in_batch is None else _number_of_items(num_items_in_batch)
     if items is not None and num_items is not None:
         raise StepError(
             "cannot run backward: num_items_in_batch and num_items were passed, expected one of them. Pass num_items "
@@ -196,11 +202,10 @@ def optimizer_step(
             differs between ranks.
         OffloadError: the model or the optimizer is offloaded.
     """
-    if not hasattr(optimizer, "param_groups"):
-        raise StepError(
-            f"cannot step {name!r}: the optimizer is {_described(optimizer)}, expected a torch optimizer. Pass the one "
-            "that create_optimizer returned, and check the order of the arguments."
-        )
+    _check_is_optimizer(optimizer, f"step {name!r}")
+    _check_choices(f"step {name!r}", accumulation=accumulation, sync_buffers=sync_buffers)
+    check_number(f"step {name!r}", "accumulation_steps", accumulation_steps, StepError, integer=True, minimum=1)
+    check_number(f"step {name!r}", "max_norm", max_norm, StepError, minimum=0)
     _check_prepared(unwrap_model(model), f"step {name!r}")
     own = accumulation_of(model)
     if own.checked_optimizer is None or own.checked_optimizer() is not optimizer:
@@ -249,7 +254,7 @@ def _check_schedule(scheduler: LRScheduler, optimizer: Optimizer, own: Accumulat
     Raises:
         StepError: it sets the learning rates of another optimizer, or its steps need a metric.
     """
-    if not callable(getattr(scheduler, "step", None)):
+    if isinstance(scheduler, Optimizer | nn.Module) or not callable(getattr(scheduler, "step", None)):
         raise StepError(
             f"cannot step {name!r}: the schedule is {_described(scheduler)}, expected a learning-rate schedule. Check "
             "the order of the arguments: optimizer_step(optimizer, model, scheduler)."
@@ -293,6 +298,28 @@ def _check_loss(loss: object) -> None:
         )
 
 
+def _check_is_optimizer(optimizer: object, action: str) -> None:
+    if not hasattr(optimizer, "param_groups"):
+        raise StepError(
+            f"cannot {action}: the optimizer is {_described(optimizer)}, expected a torch optimizer. Pass the one that "
+            "create_optimizer returned, and check the order of the arguments."
+        )
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "accumulation": get_args(AccumulationRule),
+    "grad_sync": get_args(GradSync),
+    "loss_reduction": get_args(LossReduction),
+    "sync_buffers": get_args(SyncBuffers),
+}
+
+
+def _check_choices(action: str, **given: str) -> None:
+    """Raise StepError unless arguments are among their possible values."""
+    for name, value in given.items():
+        check_choice(action, name, value, _CHOICES[name], StepError)
+
+
 def _check_prepared(root: nn.Module, action: str) -> None:
     """Raise StepError if a model is not sharded and there are several ranks: each would train a copy of its own."""
     if world_size() > 1 and has_unsharded_training(root):
@@ -305,6 +332,15 @@ def _check_prepared(root: nn.Module, action: str) -> None:
 
 def _described(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _number_of_items(given: Any) -> float:
+    if isinstance(given, torch.Tensor | numbers.Real | np.ndarray) and torch.as_tensor(given).numel() == 1:
+        return float(given)
+    raise StepError(
+        f"cannot scale the loss: num_items_in_batch is {given!r}, expected a number or a tensor of one element. Sum "
+        "the number of items over the micro-batches and ranks of the step."
+    )
 
 
 def _loss_factor(size: int | None, items: float | None, ranks: int) -> float:
@@ -334,6 +370,7 @@ def set_gradient_sync(model: nn.Module, mode: GradSync, *, is_last: bool) -> Non
         is_last: whether the next backward pass is the last of the step; it runs all collectives.
     """
     root = unwrap_model(model)
+    _check_choices("set the communication of gradients", grad_sync=mode)
     if mode == "defer_all_reduce" and may_have_unequal_gradients(root):
         # FSDP2 sums deferred gradients in a flat buffer, so each pass must have gradients of the same parameters.
         mode = "every"
@@ -361,12 +398,17 @@ def clip_grad_norm(parameters: nn.Module | Iterable[torch.Tensor], max_norm: flo
     Raises:
         OffloadError: ``parameters`` is a model that is offloaded.
     """
+    check_number("clip gradients", "max_norm", max_norm, StepError, minimum=0)
     if isinstance(parameters, nn.Module):
         model = unwrap_model(parameters)
         check_resident(model, "clip its gradients")
         reshard(model)
         parameters = model.parameters()
-    parameters = list(parameters)
+    parameters = list(parameters) if isinstance(parameters, Iterable) else [parameters]
+    if wrong := [each for each in parameters if not isinstance(each, torch.Tensor)]:
+        raise StepError(
+            f"cannot clip gradients: got {_described(wrong[0])}, expected a model or its parameters. Pass the model."
+        )
     grads = _gradients(parameters)
     with on_ranks_of(parameters):
         squares, _ = _sum_over_ranks(grads)
@@ -428,6 +470,9 @@ def take_step(
         ShardError: the model was cast after it was sharded.
         StepError: on every rank, a rank has deferred an error (`defer_error`).
     """
+    _check_choices("step", sync_buffers=sync_buffers)
+    check_number("step", "max_norm", max_norm, StepError, minimum=0)
+    _check_is_optimizer(optimizer, "step")
     _check_prepared(unwrap_model(model), "step")
     own = Accumulation()
     taken = _take_step(optimizer, model, scheduler, max_norm=max_norm, scale=scale, sync_buffers=sync_buffers, own=own)
@@ -541,6 +586,7 @@ def clip_for_step(model: nn.Module, max_norm: float, *, sync_buffers: SyncBuffer
         StepError: on every rank, a rank has deferred an error.
     """
     root = unwrap_model(model)
+    check_number("clip gradients", "max_norm", max_norm, StepError, minimum=0)
     _check_prepared(root, "clip gradients")
     check_resident(root, "clip its gradients")
     reshard(root)
