@@ -43,6 +43,7 @@ from fsdp2_strategy.errors import (
     CheckpointError,
     ConfigError,
     FSDP2StrategyError,
+    MeshError,
     SequenceError,
     ShardError,
     StepError,
@@ -141,6 +142,15 @@ class TrainingStrategy:
         log_level: int | str | None = None,
     ) -> None:
         show_log(log_level)
+        for name, value, kind in (
+            ("process_group", process_group, dist.ProcessGroup),
+            ("rendezvous", rendezvous, Rendezvous),
+        ):
+            if not isinstance(value, kind | None):
+                raise MeshError(
+                    f"cannot train: {name} is a {type(value).__name__}, expected a {kind.__name__} or None. Leave it "
+                    "out to use all ranks that torchrun started."
+                )
         given = {
             "seed": seed,
             "max_norm": max_norm,
@@ -389,6 +399,11 @@ class TrainingStrategy:
             SequenceError: on every rank: the batch has no sequences, or differs between ranks that share sequences.
         """
         self._check_open()
+        if not isinstance(batch, Mapping):
+            raise SequenceError(
+                f"cannot split sequences: the batch is a {type(batch).__name__}, expected a mapping of names to "
+                "tensors. Pass for example {'input_ids': ids}."
+            )
         if self.sp_size == 1:
             return dict(batch)
         with all_or_none("split sequences", SequenceError):
@@ -760,6 +775,15 @@ class TrainingStrategy:
                 only_trainable, meta, layout: as for `save_checkpoint`.
         """
         state = self._state_of(model)
+        if not isinstance(client_state, Mapping | None):
+            raise CheckpointError(
+                f"cannot save: client_state is a {type(client_state).__name__}, expected a dictionary. Store the value "
+                "under a name: client_state={'name': value}."
+            )
+        if not isinstance(layout, LeRobotLayout | TrainerLayout | None):
+            raise CheckpointError(
+                f"cannot save: layout is {layout!r}, expected a LeRobotLayout, a TrainerLayout or None. Construct one."
+            )
         if state.accumulation.is_pending:
             pending = max(state.accumulation.micro_batches, 1)
             message = "saving in the middle of a step: the gradients of %s are not saved"

@@ -36,7 +36,7 @@ from fsdp2_strategy.checkpoint.layout import (
 )
 from fsdp2_strategy.checkpoint.load_options import NO_OPTIMIZER, NO_SCHEDULER
 from fsdp2_strategy.checkpoint.lock import is_held_elsewhere
-from fsdp2_strategy.checkpoint.paths import DATA, EMA, OPTIMIZER, RNG, TRAINER_STATE, CheckpointPaths
+from fsdp2_strategy.checkpoint.paths import DATA, EMA, OPTIMIZER, RNG, TRAINER_STATE, CheckpointPaths, as_path
 from fsdp2_strategy.checkpoint.random_state import derive_rng, load_rng
 from fsdp2_strategy.checkpoint.reader import Opened, check_structure, open_checkpoint
 from fsdp2_strategy.checkpoint.storage import LoadTargets, read_all, stored_in, targets_by_name
@@ -142,7 +142,7 @@ def load_checkpoint(
             f"cannot load: load_data_position is {load_data_position!r}, expected True, False or 'samples'."
         )
     check_schedule_of(scheduler, optimizer, "load", CheckpointError)
-    load_dir = Path(load_dir)
+    load_dir = as_path(load_dir, "load")
     dataloader = dataloader if load_data_position else None
     is_none = [each is None for each in (optimizer, scheduler, ema, dataloader)]
     arguments = (

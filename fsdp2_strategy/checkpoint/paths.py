@@ -18,9 +18,12 @@ Input: a checkpoint's directory. Output: the paths.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
+
+from fsdp2_strategy.errors import CheckpointError
 
 MODEL = "model"
 WRAPPER = "wrapper"
@@ -128,3 +131,17 @@ def has_only_checkpoint_entries(root: Path) -> bool:
     if PRETRAINED_MODEL in top or AVERAGED_MODEL in top or top == {TRAINING_STATE}:
         return top <= {PRETRAINED_MODEL, AVERAGED_MODEL, TRAINING_STATE} and state <= _ENTRIES
     return bool(state) and state <= _ENTRIES
+
+
+def as_path(value: object, action: str) -> Path:
+    """Return a directory's name as a path.
+
+    Raises:
+        CheckpointError: it is neither text nor a path.
+    """
+    if not isinstance(value, str | os.PathLike):
+        shown = "None" if value is None else f"a {type(value).__name__}"
+        raise CheckpointError(
+            f"cannot {action}: the directory is {shown}, expected a path. Check the order of the arguments."
+        )
+    return Path(value)

@@ -26,7 +26,7 @@ from fsdp2_strategy.checkpoint.data_position import DataPosition, Loader
 from fsdp2_strategy.checkpoint.gc_pause import gc_paused
 from fsdp2_strategy.checkpoint.layout import latest_tag, list_checkpoints
 from fsdp2_strategy.checkpoint.lock import acquire, release_all
-from fsdp2_strategy.checkpoint.paths import CHECKSUMS, DATA, EMA, OPTIMIZER, RNG, TRAINER_STATE
+from fsdp2_strategy.checkpoint.paths import CHECKSUMS, DATA, EMA, OPTIMIZER, RNG, TRAINER_STATE, as_path
 from fsdp2_strategy.checkpoint.random_state import rng_content
 from fsdp2_strategy.checkpoint.rotation import check_space, checkpoints_to_delete
 from fsdp2_strategy.checkpoint.save_request import SaveRequest
@@ -139,7 +139,7 @@ def save_checkpoint(
     """
     background_save.wait()
     request = SaveRequest(
-        save_dir=Path(save_dir),
+        save_dir=as_path(save_dir, "save"),
         tag=_default_tag(layout, step) if tag is None else tag,
         step=step,
         max_num=max_num,

@@ -9,6 +9,7 @@ import inspect
 from functools import partial
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import SchedulerType, get_scheduler
@@ -60,11 +61,7 @@ def build_scheduler(
         OptimizerError: the name is unknown; an option is missing or invalid; or both num_warmup_steps and
             warmup_ratio are given.
     """
-    if not hasattr(optimizer, "param_groups"):
-        raise OptimizerError(
-            f"cannot build a schedule: the optimizer is a {type(optimizer).__name__}, expected a torch optimizer. "
-            "Check the order of the arguments: create_scheduler(optimizer, name)."
-        )
+    _check_is_optimizer(optimizer)
     check_schedule_name(name)
     for option, value in (("num_training_steps", num_training_steps), ("num_warmup_steps", num_warmup_steps)):
         if value is not None:
@@ -100,6 +97,14 @@ def build_scheduler(
     return scheduler
 
 
+def _check_is_optimizer(optimizer: object) -> None:
+    if not hasattr(optimizer, "param_groups"):
+        raise OptimizerError(
+            f"cannot build a schedule: the optimizer is a {type(optimizer).__name__}, expected a torch optimizer. "
+            "Check the order of the arguments: create_scheduler(optimizer, name)."
+        )
+
+
 def check_schedule_name(name: str) -> None:
     """Raise if a schedule name is unknown; not collective.
 
@@ -124,7 +129,7 @@ def check_schedule_name(name: str) -> None:
 def check_schedule_of(
     scheduler: LRScheduler | None, optimizer: Optimizer | None, action: str, error: type[FSDP2StrategyError]
 ) -> None:
-    """Raise if a schedule sets the learning rates of another optimizer; not collective.
+    """Raise if a schedule sets the learning rates of another optimizer, or if one of them is none; not collective.
 
     Args:
         scheduler: a schedule; None is accepted.
@@ -132,7 +137,19 @@ def check_schedule_of(
         action: the operation that fails, for the message.
         error: class of the error.
     """
-    if scheduler is None or optimizer is None or drives(scheduler, optimizer):
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise error(
+            f"cannot {action}: the optimizer is a {type(optimizer).__name__}, expected a torch optimizer. Check the "
+            "order of the arguments."
+        )
+    if scheduler is None:
+        return
+    if isinstance(scheduler, Optimizer | nn.Module) or not callable(getattr(scheduler, "state_dict", None)):
+        raise error(
+            f"cannot {action}: the schedule is a {type(scheduler).__name__}, expected a learning-rate schedule. Check "
+            "the order of the arguments."
+        )
+    if optimizer is None or drives(scheduler, optimizer):
         return
     raise error(
         f"cannot {action}: the {type(scheduler).__name__} sets the learning rates of another "
@@ -179,6 +196,8 @@ def get_constant_schedule_with_freeze_warmup(
         num_warmup_steps: number of optimizer steps with learning rate 0.
         last_epoch: number of steps already taken, minus 1, as in torch.
     """
+    check_number("build a schedule", "num_warmup_steps", num_warmup_steps, OptimizerError, minimum=0)
+    _check_is_optimizer(optimizer)
     return LambdaLR(optimizer, partial(_zero_before, num_warmup_steps), last_epoch)
 
 

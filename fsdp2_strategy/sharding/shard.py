@@ -8,7 +8,7 @@ fully_shard, inner units first -> prefetch order -> entry points.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -154,6 +154,14 @@ def shard_model(
             (see `plan_experts`), the ranks hold different models, the model was sharded for inference before and
             ``is_training`` is set, or it was sharded with other sizes or another plan of tensor or expert parallelism.
     """
+    _check_kinds(
+        mesh,
+        keep_fp32=keep_fp32,
+        block_class_names=block_class_names,
+        ignored_modules=ignored_modules,
+        forward_methods=forward_methods,
+        activation_checkpointing=() if isinstance(activation_checkpointing, bool) else activation_checkpointing,
+    )
     root = unwrap_model(model)
     if is_sharded(root):
         _check_sharded(root, mesh, tensor_parallel_plan, expert_parallel_size, is_training=is_training)
@@ -237,6 +245,15 @@ def shard_model(
         _finish(root, layers, is_training=is_training)
         log("sharded %s over %s: %s, %s", name, _shape(mesh), counted(len(plan.units), "unit"), plan.source)
     return model
+
+
+def _check_kinds(mesh: object, **lists: object) -> None:
+    """Raise ShardError if the mesh or a list of names is of another kind; text would be taken for its characters."""
+    if not isinstance(mesh, DeviceMesh | None):
+        raise ShardError(f"cannot shard a model: the mesh is {mesh!r}, expected a mesh. Pass build_mesh(shard_size).")
+    for name, value in lists.items():
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            raise ShardError(f"cannot shard a model: {name} is {value!r}, expected a list of names. Pass a list.")
 
 
 def _finish(root: nn.Module, layers: TensorPlan | None, *, is_training: bool) -> None:

@@ -438,6 +438,30 @@ def a_mistyped_option_of_the_optimizer(folder):
 
 
 @mistake(
+    "cannot build an optimizer: lr is '1e-4', expected a finite number at least 0",
+    OptimizerError,
+    "YAML reads `1e-4` as text.",
+    "Write `1.0e-4`, or convert the value with `float`.",
+)
+def a_learning_rate_as_text(folder):
+    strategy = strategy_for()
+    model = strategy.prepare_model(build("llama"), is_training=True)
+    strategy.create_optimizer(model, lr="1e-4")
+
+
+@mistake(
+    "cannot use this model: it is a generator, expected an nn.Module",
+    ArgumentError,
+    "`model.parameters()` was passed in place of the model.",
+    "Pass the model; choose parameters with `param_groups`.",
+)
+def parameters_in_place_of_the_model(folder):
+    strategy = strategy_for()
+    model = strategy.prepare_model(build("llama"), is_training=True)
+    strategy.create_optimizer(model.parameters(), lr=1e-4)
+
+
+@mistake(
     "cosin",
     OptimizerError,
     "The name of a schedule is mistyped.",
