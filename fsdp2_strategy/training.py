@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, TextIO, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from fsdp2_strategy.checkpoint.training_state import schedule_state
 from fsdp2_strategy.config.aliases import PARALLEL_SIZES, resolve_aliases
 from fsdp2_strategy.config.arguments import check_keywords
 from fsdp2_strategy.config.strategy_config import ShardSize, StrategyConfig
+from fsdp2_strategy.data.loader import ResumableLoader
 from fsdp2_strategy.distributed import process_group as ranks
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.log import log, show_log
@@ -175,6 +176,7 @@ class TrainingStrategy:
         self.accumulated_gradient = self.config.accumulation_steps(self.dp_size)
         self._trainers.begin()
         self._states: WeakKeyDictionary[nn.Module, _TrainingState] = WeakKeyDictionary()
+        self._checked_loaders: WeakSet[ResumableLoader] = WeakSet()
         self._preemption = Preemption()
         self.set_seed(self.config.seed)
         log("strategy on %s: %s", counted(self.world_size, "rank"), self.config.changes() or "default settings")
@@ -791,6 +793,7 @@ class TrainingStrategy:
         if scheduler is None:
             _check_scheduler_steps(state)
         optimizer = optimizer or state.optimizer
+        self._check_loader(dataloader)
         check_dtypes(model)
         if self.config.sync_buffers != "off":
             _warn_of_differing_buffers(model)
@@ -890,6 +893,7 @@ class TrainingStrategy:
         optimizer = optimizer or state.optimizer
         scheduler = scheduler or state.schedule_of(optimizer)
         check_schedule_of(scheduler, optimizer, "load", CheckpointError)
+        self._check_loader(dataloader)
         loaded = load_checkpoint(
             model,
             load_dir,
@@ -929,6 +933,33 @@ class TrainingStrategy:
     ) -> None:
         """Write a Hugging Face folder that ``from_pretrained`` can load; collective; see `hf.export.save_model`."""
         save_model(model, tokenizer, output_dir, **kwargs)
+
+    def _check_loader(self, loader: object) -> None:
+        """Log a warning, once for each loader, if its batches or its data set do not fit to the ranks; collective."""
+        if not isinstance(loader, ResumableLoader) or loader in self._checked_loaders:
+            return
+        self._checked_loaders.add(loader)
+        of_pass, of_step = self.config.micro_train_batch_size * self.dp_size, self.config.train_batch_size
+        if of_step is not None and loader.global_batch_size not in {of_pass, of_step}:
+            log(
+                "the loader has batches of %d samples, expected %d (micro_train_batch_size x data parallel ranks) or "
+                "%d (train_batch_size): optimizer steps have another number of samples than train_batch_size",
+                loader.global_batch_size,
+                of_pass,
+                of_step,
+                level=logging.WARNING,
+            )
+        if not loader.is_shared_by_all_ranks:
+            return
+        own = loader.facts_of_data()
+        of_ranks = [own] * self.world_size
+        dist.all_gather_object(of_ranks, own, group=ranks.group_in_use())
+        if len(set(of_ranks)) > 1:
+            log(
+                "the data set of the ResumableLoader differs between the ranks: each rank gets a part of a part, and "
+                "samples are left out. Pass the whole data set on all ranks, or dp_rank=0 and dp_size=1",
+                level=logging.WARNING,
+            )
 
     def _check_open(self) -> None:
         if self._is_closed:

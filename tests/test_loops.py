@@ -16,6 +16,7 @@ from torch import nn
 from fsdp2_strategy import (
     ConfigError,
     FSDPV2Strategy,
+    ResumableLoader,
     StepError,
     StrategyConfig,
     backward,
@@ -372,3 +373,53 @@ def test_settings_that_decide_the_collectives_of_a_step_are_compared_when_a_mode
         with pytest.raises(ConfigError, match=rf"{name} is {values[0]} on 1 rank \(0\), {values[1]} on 1 rank \(1\)"):
             strategy.prepare_model(Net(), is_training=True)
         strategy.close()
+
+
+# --- ranks that train on the same data --------------------------------------------------------------------------------
+
+
+def losses_in_log(rank_of_batch, steps=7, **config):
+    strategy, model, optimizer, _ = prepared(**config)
+    with warnings_of() as logged:
+        for step in range(steps):
+            strategy.backward(loss_of(model, data(step, rank_of_batch(step))), model, optimizer)
+            strategy.optimizer_step(optimizer, model)
+    strategy.close()
+    return [text for text in logged if "the loss was the same on all ranks" in text]
+
+
+@pytest.mark.ranks(3)
+def test_ranks_that_draw_the_same_batches_are_warned_of_once():
+    rank = dist.get_rank()
+    assert rank or len(losses_in_log(lambda _: 0)) == 1
+    if rank:
+        losses_in_log(lambda _: 0)
+    assert losses_in_log(lambda _: rank) == []
+    assert losses_in_log(lambda step: rank if step in {3, 6} else 0) == []  # by chance, now and then
+    assert losses_in_log(lambda _: 0 if rank < 2 else 2) == []
+
+
+@pytest.mark.ranks(2)
+def test_loaders_whose_batches_or_data_do_not_fit_are_warned_of_once(tmp_path):
+    rank, box = dist.get_rank(), [str(tmp_path)]
+    dist.broadcast_object_list(box)
+    whole = list(range(24))
+    strategy, model, _, _ = prepared(train_batch_size=8)
+    for dataset, size, warning in (
+        (whole, 2, None),
+        (whole, 8, None),
+        (
+            whole,
+            4,
+            "the loader has batches of 4 samples, expected 2 (micro_train_batch_size x",
+        ),
+        (whole[rank::2], 8, "the data set of the ResumableLoader differs between the ranks"),
+        (torch.utils.data.Subset(whole, range(rank, 24, 2)), 8, "differs between the ranks"),
+        (whole[: 20 + rank], 8, "differs between the ranks"),
+    ):
+        loader = ResumableLoader(dataset, size)
+        with warnings_of() as logged:
+            strategy.load_ckpt(model, box[0], dataloader=loader)
+            strategy.load_ckpt(model, box[0], dataloader=loader)
+        assert rank or (len(logged) == bool(warning) and all(warning in text for text in logged)), logged
+    strategy.close()

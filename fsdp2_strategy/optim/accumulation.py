@@ -65,6 +65,8 @@ class ReducedStep:
     tokens: int | None
     have_buffers_changed: bool
     """Whether buffers have changed on any rank."""
+    has_equal_losses: bool
+    """Whether all ranks had the same loss."""
 
 
 @dataclass
@@ -92,6 +94,10 @@ class Accumulation:
     """The schedule of the latest step, and its position after it; None without a schedule, or after a load."""
     has_said_stepped_twice: bool = False
     """Whether a warning has said that the program steps the schedule, too."""
+    steps_with_equal_losses: int = 0
+    """Successive steps in which all ranks had the same loss, though their batches should differ."""
+    has_said_equal_losses: bool = False
+    """Whether a warning has said that all ranks have the same loss."""
     last_sync: bool | None = None
     """The ``is_last`` of the latest `set_gradient_sync` in `backward`; None (no call yet) acts like True."""
     sums: MicroBatchSums = field(default_factory=MicroBatchSums)

@@ -37,7 +37,13 @@ from fsdp2_strategy.distributed.agreement import has_deferred_error, raise_defer
 from fsdp2_strategy.distributed.equal_values import LENGTH
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
-from fsdp2_strategy.distributed.process_group import control_device, current_device, group_in_use, world_size
+from fsdp2_strategy.distributed.process_group import (
+    control_device,
+    current_device,
+    data_size,
+    group_in_use,
+    world_size,
+)
 from fsdp2_strategy.distributed.same_batch import check_losses_of_groups
 from fsdp2_strategy.distributed.torch_internals import local_of
 from fsdp2_strategy.errors import StepError, counted
@@ -56,6 +62,9 @@ from fsdp2_strategy.optim.step_sums import MicroBatchSums, checked_tokens
 from fsdp2_strategy.optim.zero_grad import discard_after_failed_pass, watch_model, watch_optimizer
 from fsdp2_strategy.sharding.shard import check_dtypes
 from fsdp2_strategy.sharding.vision_encoders import may_have_unequal_gradients
+
+_STEPS_WITH_EQUAL_LOSSES = 5
+"""So many successive steps in which different batches have the same loss by chance are ruled out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,6 +242,7 @@ def optimizer_step(
     )
     own.reset()
     own.steps += taken.stepped
+    _warn_of_equal_losses(own, name, has_equal_losses=taken.has_equal_losses)
     own.stepped_schedule = None if scheduler is None else (ref(scheduler), _position_of(scheduler))
     if not taken.stepped:
         message = "%s: all ranks skip step %d, because the gradient norm is %s"
@@ -246,6 +256,21 @@ def optimizer_step(
         loss=taken.loss,
         tokens=taken.tokens,
     )
+
+
+def _warn_of_equal_losses(own: Accumulation, name: str, *, has_equal_losses: bool) -> None:
+    """Log a warning once if all ranks had the same loss in several successive steps."""
+    own.steps_with_equal_losses = own.steps_with_equal_losses + 1 if has_equal_losses else 0
+    if own.steps_with_equal_losses == _STEPS_WITH_EQUAL_LOSSES and not own.has_said_equal_losses:
+        own.has_said_equal_losses = True
+        log(
+            "%s: in %d successive steps, the loss was the same on all ranks: they seem to train on the same batches, "
+            "as with a DataLoader without a sampler for the ranks. Use ResumableLoader, setup_dataloader or a "
+            "DistributedSampler",
+            name,
+            own.steps_with_equal_losses,
+            level=logging.WARNING,
+        )
 
 
 def _check_schedule(scheduler: LRScheduler, optimizer: Optimizer, own: Accumulation, name: str) -> None:
@@ -489,6 +514,7 @@ class _Taken:
     lr: float
     loss: float
     tokens: int | None
+    has_equal_losses: bool
 
 
 def _take_step(
@@ -532,7 +558,14 @@ def _take_step(
             scheduler.step()
     # The class's method: the instance's keeps the gradients of a step that is pending, see [Note: zero_grad].
     type(optimizer).zero_grad(optimizer, set_to_none=True)
-    return _Taken(stepped=finite, norm=norm, lr=lr, loss=reduced.loss, tokens=reduced.tokens)
+    return _Taken(
+        stepped=finite,
+        norm=norm,
+        lr=lr,
+        loss=reduced.loss,
+        tokens=reduced.tokens,
+        has_equal_losses=reduced.has_equal_losses,
+    )
 
 
 def _reduce(
@@ -560,12 +593,15 @@ def _reduce(
             raise_deferred_error()
         check_equal_numbers(of_numbers, numbers)
         loss, tokens, divisor = sums.totals(of_micro_batches, world_size(), ranks_per_layer(root))
+        is_shared = data_size() == 1 or ranks_per_layer(root) == world_size()
+        has_equal_losses = not is_shared and sums.are_losses_equal(of_micro_batches, world_size())
     return ReducedStep(
         norm=math.sqrt(squares) / ((scale.value if scale else 1.0) * divisor),
         divisor=divisor,
         loss=loss,
         tokens=tokens,
         have_buffers_changed=bool(changed),
+        has_equal_losses=has_equal_losses,
     )
 
 

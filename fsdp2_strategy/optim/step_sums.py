@@ -69,7 +69,18 @@ class MicroBatchSums:
             self.items is not None,
             0 if self.own_items is None else self.own_items,
             self.own_items is not None,
+            math.nan if self.loss is None else self.loss * self.loss,
         ]
+
+    @staticmethod
+    def are_losses_equal(sums: Sequence[float], ranks: int) -> bool:
+        """Return whether the loss was the same on all ranks, and not 0, from the sums of `values` over them.
+
+        By the Cauchy-Schwarz inequality, (number of ranks) x sum(loss²) = sum(loss)² only if all losses are equal. The
+        tolerance is for rounding: losses of different batches differ by more.
+        """
+        total, squares = sums[0], sums[-1]
+        return ranks > 1 and total != 0 and math.isclose(ranks * squares, total**2, rel_tol=1e-13)
 
     @staticmethod
     def totals(sums: Sequence[float], ranks: int, copies: int = 1) -> tuple[float, int | None, float]:
@@ -82,7 +93,7 @@ class MicroBatchSums:
         Raises:
             StepError: ``num_items`` was given on some ranks only, or the sum is 0.
         """
-        loss, tokens, ranks_with_tokens, items, ranks_with_items, own_items, ranks_with_own_items = sums
+        loss, tokens, ranks_with_tokens, items, ranks_with_items, own_items, ranks_with_own_items, _ = sums
         divisor = 1.0
         if ranks_with_own_items:
             if ranks_with_own_items != ranks or not own_items > 0:

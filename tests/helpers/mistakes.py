@@ -591,6 +591,20 @@ def an_error_in_a_pass_that_is_caught(folder):
 
 
 @mistake(
+    "the loss was the same on all ranks: they seem to train on the same batches",
+    None,
+    "A `DataLoader` with `shuffle=True` draws the same batches on all ranks, because all have the same seed.",
+    "Use `ResumableLoader` or `setup_dataloader`, which give each rank its part.",
+)
+def the_same_batches_on_all_ranks(folder):
+    strategy = strategy_for()
+    model, optimizer, scheduler = prepared(strategy)
+    for step in range(6):
+        strategy.backward(loss_of("llama", model, batch_of("llama", step, 0)), model, optimizer)
+        strategy.optimizer_step(optimizer, model, scheduler)
+
+
+@mistake(
     "cannot step: num_items_in_batch is 10.0 on rank 0, 11.0 on rank 1, expected the same on all ranks",
     StepError,
     "Each rank passes the number of its own items, where the sum over all ranks is meant.",
