@@ -147,7 +147,8 @@ class TrainingStrategy:
             ("process_group", process_group, dist.ProcessGroup),
             ("rendezvous", rendezvous, Rendezvous),
         ):
-            if not isinstance(value, kind | None):
+            # An int: torch's mark of a group that this rank is not in.
+            if not isinstance(value, kind | int | None):
                 raise MeshError(
                     f"cannot train: {name} is a {type(value).__name__}, expected a {kind.__name__} or None. Leave it "
                     "out to use all ranks that torchrun started."
@@ -570,6 +571,7 @@ class TrainingStrategy:
         then on, ``zero_grad`` of ``optimizer``, if it is given, keeps the gradients of earlier micro-batches of a step:
         see `discard_gradients`.
         """
+        state = self._state_of(model)
         if optimizer is not None:
             if not hasattr(optimizer, "param_groups"):
                 raise StepError(
@@ -577,7 +579,7 @@ class TrainingStrategy:
                     "or None. Check the order of the arguments: backward(loss, model, optimizer)."
                 )
             watch_optimizer(optimizer, model)
-        self._declare(self._state_of(model).accumulation)
+        self._declare(state.accumulation)
         backward(
             loss,
             model,
