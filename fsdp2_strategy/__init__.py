@@ -86,6 +86,7 @@ if TYPE_CHECKING:
     from fsdp2_strategy.optim.step import optimizer_step as optimizer_step
     from fsdp2_strategy.optim.step import set_gradient_sync as set_gradient_sync
     from fsdp2_strategy.optim.step import take_step as take_step
+    from fsdp2_strategy.optim.zero_grad import discard_gradients as discard_gradients
     from fsdp2_strategy.rollout.agreement import EngineAgreement as EngineAgreement
     from fsdp2_strategy.rollout.agreement import check_engine_agreement as check_engine_agreement
     from fsdp2_strategy.rollout.connection import listen_at_free_port as listen_at_free_port

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import linear, pad
 
 from fsdp2_strategy import sizes
-from fsdp2_strategy.config.arguments import accepts, check_inputs
+from fsdp2_strategy.config.arguments import accepts, check_inputs, check_number
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.torch_internals import all_gather_single
@@ -89,9 +89,9 @@ def token_log_probs(
         pair: log-probabilities, and entropies of the same shape.
 
     Raises:
-        LogProbError: the model is not a causal language model; its head is not an `nn.Linear` that is called once per
-            pass; it changes the logits of the head by more than a fixed scale and a soft cap; or an argument is out of
-            range.
+        LogProbError: the model is not a causal language model, or ``input_ids`` is not a tensor of integers; its head
+            is not an `nn.Linear` that is called once per pass; it changes the logits of the head by more than a fixed
+            scale and a soft cap; or an argument is out of range.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -101,12 +101,19 @@ def token_log_probs(
         >>> token_log_probs(LlamaForCausalLM(config), ids, last=2).shape
         torch.Size([2, 2])
     """
+    if not isinstance(model, nn.Module):
+        raise LogProbError(
+            f"cannot compute log-probabilities: the model is a {type(model).__name__}, expected a language model. "
+            "Call token_log_probs(model, input_ids); from hidden states, call linear_log_probs."
+        )
     root: Any = unwrap_model(model)
     with ExitStack() as stack:
         if is_sharded(root):
             stack.enter_context(on_ranks_of(root))
             stack.enter_context(all_or_none("compute log-probabilities", LogProbError))
-        last = _check_arguments(input_ids, last, temperature, chunk_bytes, inputs)
+        last = _check_arguments(
+            input_ids, attention_mask, inputs, last=last, temperature=temperature, chunk_bytes=chunk_bytes
+        )
         check_inputs(inputs, _OPTIONS, root, "compute log-probabilities", LogProbError)
         head = _head_of(root)
         inputs = _inputs_of(root, {"input_ids": input_ids, "attention_mask": attention_mask, **inputs})
@@ -203,6 +210,7 @@ def linear_log_probs(
         and entropies of the same shape. Backward accumulates the gradients of weight and bias over the chunks in the
         same dtype, and casts the sums to the dtype of the weight.
     """
+    _check_tensors(hidden, weight, targets, temperature)
     device = hidden.device.type
     chunk_bytes = sizes.LOGITS_BYTES if chunk_bytes is None else chunk_bytes
     vocabulary = _Vocabulary.of(weight, group)
@@ -219,6 +227,25 @@ def linear_log_probs(
     log_probs, entropies = apply(flat, weight, bias, targets.reshape(-1), settings)
     log_probs = log_probs.view(targets.shape)
     return (log_probs, entropies.view(targets.shape)) if entropy else log_probs
+
+
+def _check_tensors(hidden: Any, weight: Any, targets: Any, temperature: Any) -> None:
+    """Raise LogProbError unless hidden states, weight and targets of `linear_log_probs` fit."""
+    action = "compute log-probabilities"
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("targets", targets)):
+        if not isinstance(tensor, torch.Tensor):
+            raise LogProbError(
+                f"cannot {action}: {name} is a {type(tensor).__name__}, expected a tensor. Check the order of the "
+                "arguments: linear_log_probs(hidden, weight, targets)."
+            )
+    is_fit = hidden.ndim > 0 and weight.ndim == 2 and hidden.shape[-1] == weight.shape[1]
+    if not is_fit or hidden.shape[:-1] != targets.shape or targets.is_floating_point():
+        raise LogProbError(
+            f"cannot {action}: hidden is {list(hidden.shape)}, weight {list(weight.shape)}, targets "
+            f"{list(targets.shape)} of {targets.dtype}, expected [..., width], [vocabulary, width], [...] of int64. "
+            "Check their order and shapes."
+        )
+    check_number(action, "temperature", temperature, LogProbError, above=0)
 
 
 @dataclass(frozen=True)
@@ -389,7 +416,13 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def _check_arguments(
-    input_ids: torch.Tensor, last: int | None, temperature: float, chunk_bytes: int | None, inputs: Mapping[str, Any]
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    inputs: Mapping[str, Any],
+    *,
+    last: int | None,
+    temperature: float,
+    chunk_bytes: int | None,
 ) -> int:
     """Check the arguments; return ``last``, or its default if it is None."""
     if unsupported := [name for name in ("labels", "logits_to_keep") if name in inputs]:
@@ -397,6 +430,16 @@ def _check_arguments(
             f"cannot compute log-probabilities: {unsupported[0]} is among the inputs, expected only inputs that the "
             "hidden states are computed from. Omit it; last selects the tokens."
         )
+    action = "compute log-probabilities"
+    for name, ids in (("input_ids", input_ids), ("attention_mask", attention_mask)):
+        is_given = isinstance(ids, torch.Tensor) and (name != "input_ids" or not ids.is_floating_point())
+        if not (is_given or (name == "attention_mask" and ids is None)):
+            shown = f"a tensor of {ids.dtype}" if isinstance(ids, torch.Tensor) else f"a {type(ids).__name__}"
+            raise LogProbError(f"cannot {action}: {name} is {shown}, expected a tensor of integers. Pass token ids.")
+    for name, number in (("last", last), ("chunk_bytes", chunk_bytes)):
+        if number is not None:
+            check_number(action, name, number, LogProbError, integer=True)
+    check_number(action, "temperature", temperature, LogProbError)
     if input_ids.ndim != 2 or input_ids.shape[1] < 2:
         raise LogProbError(
             f"cannot compute log-probabilities: input_ids has the shape {list(input_ids.shape)}, expected "

@@ -20,21 +20,22 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from fsdp2_strategy.config.arguments import check_keywords
+from fsdp2_strategy.config.arguments import check_keywords, check_number
 from fsdp2_strategy.data.sampler import ResumableSampler
 from fsdp2_strategy.distributed import collectives, memory
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.mesh import set_timeouts
 from fsdp2_strategy.distributed.process_group import group_in_use
-from fsdp2_strategy.errors import OptimizerError
+from fsdp2_strategy.errors import ConfigError, DataError, OptimizerError
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.model.offload import offload, reload
 from fsdp2_strategy.model.wrappers import unwrap_model
-from fsdp2_strategy.optim.ema import EMA
+from fsdp2_strategy.optim.ema import EMA, check_decay
 from fsdp2_strategy.optim.groups import rebind_optimizer
 from fsdp2_strategy.optim.masters import FSDPadaptOptimizer, is_mp_optimizer
+from fsdp2_strategy.optim.schedule import check_schedule_of
 from fsdp2_strategy.rollout import EngineAgreement, Rollout, RolloutEngine, WeightUpdate
-from fsdp2_strategy.training import TrainingStrategy
+from fsdp2_strategy.training import TrainingStrategy, check_is_model
 
 __all__ = ["FSDPV2Strategy", "FSDPadaptOptimizer", "ModelOptimPair", "ModelOrModelOptimPair", "is_mp_optimizer"]
 
@@ -206,8 +207,16 @@ class FSDPV2Strategy(TrainingStrategy):
                 these. To resume in epoch n, call ``loader.sampler.set_epoch(n, consumed_samples)``.
 
         Raises:
+            DataError: the data set has no length, or ``batch_size`` is not a positive integer.
             ConfigError: ``consumed_samples`` is more than an epoch has, or not a multiple of the number of ranks.
         """
+        if not hasattr(replay_buffer, "__len__"):
+            raise DataError(
+                f"cannot build a DataLoader: the data set is a {type(replay_buffer).__name__}, expected one with a "
+                "length. Pass a list or a map-style data set."
+            )
+        check_number("build a DataLoader", "batch_size", batch_size, DataError, integer=True, minimum=1)
+        check_number("build a DataLoader", "consumed_samples", consumed_samples, ConfigError, integer=True)
         if sampler is None:
             part, parts = self._part_of_data()
             sampler = ResumableSampler(
@@ -253,9 +262,16 @@ class FSDPV2Strategy(TrainingStrategy):
     def _prepare_model_or_pair(self, given: Any) -> Any:
         if not isinstance(given, tuple | list):
             return self.prepare_model(given)
+        if len(given) not in {2, 3}:
+            raise OptimizerError(
+                f"cannot prepare a tuple of {len(given)}: expected a model, its optimizer and, optionally, its "
+                "schedule. To prepare several models, pass them as separate arguments."
+            )
         model, optimizer, *rest = given
         if model is None:
             return given
+        check_is_model(model)
+        _check_pair(model, optimizer, *rest)
         names = {id(p): name for name, p in named_parameters(unwrap_model(model)).items()}
         model = self.prepare_model(model, is_training=True)
         if optimizer is not None:
@@ -267,7 +283,9 @@ class FSDPV2Strategy(TrainingStrategy):
                 )
             rebind_optimizer(optimizer, names, model)
             state = self._state_of(model)
-            state.optimizer, state.scheduler = optimizer, rest[0] if rest else state.scheduler
+            if rest:
+                check_schedule_of(rest[0], optimizer, "prepare", OptimizerError)
+            state.optimizer, state.scheduler = optimizer, rest[0] if rest else state.schedule_of(optimizer)
         return type(given)((model, optimizer, *rest))
 
     @collective
@@ -301,6 +319,7 @@ class FSDPV2Strategy(TrainingStrategy):
             MeshError, ShardError, CheckpointError: see `prepare_model`.
             OptimizerError: see `create_optimizer` and `create_scheduler`.
         """
+        check_is_model(actor)
         actor.is_actor = True  # type: ignore[assignment]
         actor_triple = self._prepare_trained(actor, "actor_learning_rate", args, max_steps)
         critic_triple = self._prepare_trained(critic, "critic_learning_rate", args, max_steps)
@@ -420,7 +439,9 @@ class FSDPV2Strategy(TrainingStrategy):
 
         Raises:
             ShardError: ``model`` lacks an averaged parameter, or has it in another shape.
+            ConfigError: ``beta`` is not a number from 0 to 1.
         """
+        check_decay(beta)
         ema, state = self._ema(model, model_ema, device), self._state_of(model)
         steps, is_stepped_here = state.accumulation.steps, state.accumulation.checked_optimizer is not None
         if is_stepped_here and state.averaged_steps.get(ema, state.loaded_steps) == steps:
@@ -585,6 +606,17 @@ class FSDPV2Strategy(TrainingStrategy):
                 rollout.close()
         finally:
             super().close()
+
+
+def _check_pair(model: nn.Module, optimizer: object, schedule: object = None) -> None:
+    """Raise OptimizerError unless a model comes with an optimizer and a schedule, or None in their places."""
+    for what, value, attribute in (("optimizer", optimizer, "param_groups"), ("schedule", schedule, "step")):
+        if value is not None and (not hasattr(value, attribute) or isinstance(value, nn.Module)):
+            shown = repr(value) if isinstance(value, str) else f"a {type(value).__name__}"
+            raise OptimizerError(
+                f"cannot prepare this {type(model).__name__}: its {what} is {shown}, expected a torch {what}. Pass "
+                "(model, optimizer) or (model, optimizer, schedule); pass several models as separate arguments."
+            )
 
 
 def _each(models: Any) -> Iterator[nn.Module]:

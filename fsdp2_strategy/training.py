@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, TextIO, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -29,10 +29,11 @@ from fsdp2_strategy.checkpoint.data_position import DataPositionMode, Later
 from fsdp2_strategy.checkpoint.random_state import seed_everything
 from fsdp2_strategy.checkpoint.resumed import compare_with_next_directories
 from fsdp2_strategy.checkpoint.several_models import Models, for_each, joined, models_by_name
-from fsdp2_strategy.checkpoint.training_state import LoadedCheckpoint
+from fsdp2_strategy.checkpoint.training_state import LoadedCheckpoint, schedule_state
 from fsdp2_strategy.config.aliases import PARALLEL_SIZES, resolve_aliases
 from fsdp2_strategy.config.arguments import check_keywords
 from fsdp2_strategy.config.strategy_config import ShardSize, StrategyConfig
+from fsdp2_strategy.data.loader import ResumableLoader
 from fsdp2_strategy.distributed import process_group as ranks
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.log import log, show_log
@@ -42,8 +43,10 @@ from fsdp2_strategy.distributed.preemption import Preemption
 from fsdp2_strategy.distributed.tcp_rendezvous import Rendezvous
 from fsdp2_strategy.errors import (
     ArgumentError,
+    CheckpointError,
     ConfigError,
     FSDP2StrategyError,
+    MeshError,
     SequenceError,
     ShardError,
     StepError,
@@ -56,7 +59,6 @@ from fsdp2_strategy.hf.meta.init_on_meta import init_on_meta
 from fsdp2_strategy.hf.trainer_layout import TrainerLayout
 from fsdp2_strategy.model.buffers import differing_buffers
 from fsdp2_strategy.model.fsdp_state import has_unsharded_parameters, is_sharded
-from fsdp2_strategy.model.gradients import clear_gradients
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.model.offload import free_host_buffers
 from fsdp2_strategy.model.ranks import on_ranks_of
@@ -64,8 +66,9 @@ from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.optim.accumulation import Accumulation, LossScale, begin_accumulation
 from fsdp2_strategy.optim.ema import EMA
 from fsdp2_strategy.optim.groups import build_optimizer
-from fsdp2_strategy.optim.schedule import build_scheduler
+from fsdp2_strategy.optim.schedule import build_scheduler, check_schedule_of, drives
 from fsdp2_strategy.optim.step import StepResult, backward, clip_for_step, forbid_direct_steps, optimizer_step
+from fsdp2_strategy.optim.zero_grad import discard_gradients, watch_optimizer
 from fsdp2_strategy.sequence.prepare import prepare_for_split
 from fsdp2_strategy.sequence.shard import check_same_batch, shard_sequence
 from fsdp2_strategy.sharding.blocks import parameter_count
@@ -73,6 +76,17 @@ from fsdp2_strategy.sharding.explain import explain
 from fsdp2_strategy.sharding.shard import check_dtypes, is_for_training, shard_model
 
 _OTHER_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
+
+_SETTINGS_OF_STEPS = (
+    "accumulation",
+    "bf16",
+    "fp16",
+    "grad_sync",
+    "loss_reduction",
+    "reduce_in_full_precision",
+    "sync_buffers",
+    "use_mp_opt",
+)
 
 ModelT = TypeVar("ModelT", bound=nn.Module | None)
 
@@ -103,6 +117,11 @@ class _TrainingState:
     averaged_steps: WeakKeyDictionary[EMA, int] = field(default_factory=WeakKeyDictionary)
     """Optimizer steps at the last update of each average."""
 
+    def schedule_of(self, optimizer: Optimizer | None) -> LRScheduler | None:
+        """Return the schedule, unless it sets the learning rates of another optimizer."""
+        is_other = self.scheduler is not None and optimizer is not None and not drives(self.scheduler, optimizer)
+        return None if is_other else self.scheduler
+
 
 @check_keywords
 class TrainingStrategy:
@@ -125,6 +144,16 @@ class TrainingStrategy:
         log_level: int | str | None = None,
     ) -> None:
         show_log(log_level)
+        for name, value, kind in (
+            ("process_group", process_group, dist.ProcessGroup),
+            ("rendezvous", rendezvous, Rendezvous),
+        ):
+            # An int: torch's mark of a group that this rank is not in.
+            if not isinstance(value, kind | int | None):
+                raise MeshError(
+                    f"cannot train: {name} is a {type(value).__name__}, expected a {kind.__name__} or None. Leave it "
+                    "out to use all ranks that torchrun started."
+                )
         given = {
             "seed": seed,
             "max_norm": max_norm,
@@ -149,6 +178,7 @@ class TrainingStrategy:
         self.accumulated_gradient = self.config.accumulation_steps(self.dp_size)
         self._trainers.begin()
         self._states: WeakKeyDictionary[nn.Module, _TrainingState] = WeakKeyDictionary()
+        self._checked_loaders: WeakSet[ResumableLoader] = WeakSet()
         self._preemption = Preemption()
         self.set_seed(self.config.seed)
         log("strategy on %s: %s", counted(self.world_size, "rank"), self.config.changes() or "default settings")
@@ -314,16 +344,16 @@ class TrainingStrategy:
             CheckpointError: on every rank: the weights of a model on the meta device cannot be loaded.
             SequenceError: on every rank: ``sequence_parallel_size`` is above 1, and the sequences of a model that is
                 trained cannot be split.
-            ConfigError: on every rank: a parallel size of the configuration differs between ranks.
+            ConfigError: on every rank: the configuration of parallelism or of optimizer steps differs between ranks.
         """
         if model is None:
             return model
         self._check_open()
-        _check_is_model(model)
+        check_is_model(model)
         if not _should_shard(model):
             return model
         config = self.config
-        self._check_same_sizes()
+        self._check_same_settings()
         settings = self._plan_settings(model, config, is_training, shard_size, reshard_after_forward)
         shard_model(
             model,
@@ -339,21 +369,22 @@ class TrainingStrategy:
             prepare_for_split(model, self.sp_group, is_training=is_training)
         return model
 
-    def _check_same_sizes(self) -> None:
-        """Raise on every rank if a parallel size differs between them, before groups of these sizes are made."""
-        own = {name: getattr(self.config, name) for name in PARALLEL_SIZES}
-        sizes: list[dict[str, int]] = [own] * self.world_size
-        dist.all_gather_object(sizes, own, group=ranks.group_in_use())
-        for name in PARALLEL_SIZES:
-            values = [each[name] for each in sizes]
-            if len(set(values)) > 1:
-                of_ranks = ", ".join(
+    def _check_same_settings(self) -> None:
+        """Raise on every rank if a setting that decides which collectives a rank runs differs between the ranks."""
+        own = {name: getattr(self.config, name) for name in (*PARALLEL_SIZES, *_SETTINGS_OF_STEPS)}
+        own["gradient_accumulation_steps"] = self.accumulated_gradient
+        of_ranks: list[dict[str, Any]] = [own] * self.world_size
+        dist.all_gather_object(of_ranks, own, group=ranks.group_in_use())
+        for name in own:
+            values = [each[name] for each in of_ranks]
+            if any(value != values[0] for value in values):
+                shown = ", ".join(
                     f"{value} on {some([str(rank) for rank, each in enumerate(values) if each == value], 'rank')}"
-                    for value in sorted(set(values))
+                    for value in dict.fromkeys(values)
                 )
                 raise ConfigError(
-                    f"cannot shard a model: {name} is {of_ranks}, expected the same number on all ranks. Start all "
-                    "ranks with the same configuration."
+                    f"cannot shard a model: {name} is {shown}, expected the same on all ranks. Start all ranks with "
+                    "the same configuration."
                 )
 
     @collective
@@ -371,6 +402,11 @@ class TrainingStrategy:
             SequenceError: on every rank: the batch has no sequences, or differs between ranks that share sequences.
         """
         self._check_open()
+        if not isinstance(batch, Mapping):
+            raise SequenceError(
+                f"cannot split sequences: the batch is a {type(batch).__name__}, expected a mapping of names to "
+                "tensors. Pass for example {'input_ids': ids}."
+            )
         if self.sp_size == 1:
             return dict(batch)
         with all_or_none("split sequences", SequenceError):
@@ -404,7 +440,7 @@ class TrainingStrategy:
             ShardError, MeshError: see the free function `explain`.
         """
         self._check_open()
-        _check_is_model(model)
+        check_is_model(model)
         return self._explain(model, self.config, is_training, shard_size, reshard_after_forward, run=run, file=file)
 
     def _explain(
@@ -480,7 +516,9 @@ class TrainingStrategy:
         masters = kwargs.pop("masters", self.config.use_mp_opt)
         optimizer = build_optimizer(model, lr, betas, eps, weight_decay, masters=masters, **kwargs)
         forbid_direct_steps(optimizer)
-        self._state_of(model).optimizer = optimizer
+        state = self._state_of(model)
+        # A schedule of an earlier optimizer of this model would neither set these rates, nor may it be saved with them.
+        state.optimizer, state.scheduler, state.created_scheduler = optimizer, None, None
         return optimizer
 
     def create_scheduler(self, optimizer: Optimizer, name: str, **kwargs: Any) -> LRScheduler:
@@ -489,6 +527,7 @@ class TrainingStrategy:
         Arguments and errors are those of `build_scheduler`.
         """
         scheduler = build_scheduler(optimizer, name, **kwargs)
+        schedule_state(scheduler)  # refuse now what the first save would refuse
         for state in self._states.values():
             if state.optimizer is optimizer:
                 state.scheduler = scheduler
@@ -529,10 +568,19 @@ class TrainingStrategy:
         This method multiplies the loss by 1 / ``accumulated_gradient``, or by (number of ranks) /
         ``num_items_in_batch`` if given; and, with fp16, by the loss scale. The caller must not scale it.
 
-        ``loss``, ``model``, ``num_items_in_batch``, ``num_tokens`` and errors are those of `optim.step.backward`.
-        ``optimizer`` is ignored; trainers pass it.
+        ``loss``, ``model``, ``num_items_in_batch``, ``num_tokens`` and errors are those of `optim.step.backward`. From
+        then on, ``zero_grad`` of ``optimizer``, if it is given, keeps the gradients of earlier micro-batches of a step:
+        see `discard_gradients`.
         """
-        self._declare(self._state_of(model).accumulation)
+        state = self._state_of(model)
+        if optimizer is not None:
+            if not hasattr(optimizer, "param_groups"):
+                raise StepError(
+                    f"cannot run backward: the optimizer is a {type(optimizer).__name__}, expected a torch optimizer "
+                    "or None. Check the order of the arguments: backward(loss, model, optimizer)."
+                )
+            watch_optimizer(optimizer, model)
+        self._declare(state.accumulation)
         backward(
             loss,
             model,
@@ -544,6 +592,18 @@ class TrainingStrategy:
             num_items=num_items,
             num_tokens=num_tokens,
         )
+
+    def discard_gradients(self, model: nn.Module) -> None:
+        """Drop the gradients of the micro-batches since the last optimizer step; not collective; call it on all ranks.
+
+        The next ``backward`` begins a new step. ``optimizer.zero_grad()`` and ``model.zero_grad()`` do not drop them
+        between the micro-batches of a step, because loops call these at their top.
+
+        Args:
+            model: the model, or its wrapper.
+        """
+        self._state_of(model)
+        discard_gradients(model)
 
     @contextmanager
     def accumulate(self, micro_batches: int) -> Iterator[None]:
@@ -584,8 +644,7 @@ class TrainingStrategy:
             if not is_complete:
                 for root, state in self._states.items():
                     if state.accumulation.declared is not None:
-                        clear_gradients(root)
-                        state.accumulation.reset()
+                        discard_gradients(root)
         if not is_complete:
             raise StepError(
                 f"cannot accumulate: a model has not run all {micro_batches} micro-batches at the end of the block, "
@@ -624,6 +683,8 @@ class TrainingStrategy:
         micro-batches are those of the configuration.
         """
         state = self._state_of(model)
+        if scheduler is not state.scheduler and isinstance(scheduler, LRScheduler):
+            schedule_state(scheduler)  # refuse now what the first save would refuse
         result = optimizer_step(
             optimizer,
             model,
@@ -635,7 +696,7 @@ class TrainingStrategy:
             sync_buffers=self.config.sync_buffers,
         )
         if result.stepped or result.skipped:
-            state.optimizer, state.scheduler = optimizer, scheduler or state.scheduler
+            state.optimizer, state.scheduler = optimizer, scheduler or state.schedule_of(optimizer)
         return result
 
     @collective
@@ -725,6 +786,15 @@ class TrainingStrategy:
             max_mem, client_state, save_latest, dataloader, tokenizer, protect, metric, higher_is_better, async_save,
                 only_trainable, meta, layout: as for `save_checkpoint`.
         """
+        if not isinstance(client_state, Mapping | None):
+            raise CheckpointError(
+                f"cannot save: client_state is a {type(client_state).__name__}, expected a dictionary. Store the value "
+                "under a name: client_state={'name': value}."
+            )
+        if not isinstance(layout, LeRobotLayout | TrainerLayout | None):
+            raise CheckpointError(
+                f"cannot save: layout is {layout!r}, expected a LeRobotLayout, a TrainerLayout or None. Construct one."
+            )
         models = models_by_name("save", model)
         optimizers, schedulers = (
             for_each("save", what, models, given)
@@ -732,8 +802,11 @@ class TrainingStrategy:
         )
         averages = for_each("save", "ema", models, ema)
         states = {name: self._state_of(own) for name, own in models.items()}
+        self._check_loader(dataloader)
         for name, state in states.items():
             self._check_saved(models[name], state, has_scheduler=schedulers[name] is not None)
+            optimizers[name] = optimizers[name] or state.optimizer
+            schedulers[name] = schedulers[name] or state.schedule_of(optimizers[name])
             if averages[name] is not None:
                 averages[name] = self._ema(models[name], averages[name])
             averages[name] = averages[name] or state.ema
@@ -743,8 +816,8 @@ class TrainingStrategy:
             save_dir,
             tag,
             step=joined({name: state.accumulation.steps for name, state in states.items()}),
-            optimizer=joined({name: optimizers[name] or state.optimizer for name, state in states.items()}),
-            scheduler=joined({name: schedulers[name] or state.scheduler for name, state in states.items()}),
+            optimizer=joined(optimizers),
+            scheduler=joined(schedulers),
             client_state=dict(client_state or {}),
             dataloader=dataloader,
             tokenizer=tokenizer,
@@ -824,8 +897,9 @@ class TrainingStrategy:
             load_module_strict: raise if tensor names in the checkpoint and in the model differ.
             load_optimizer_states: restore the optimizer's state and the loss scale of float16. It is an error if the
                 checkpoint has an optimizer's state, and a model that was prepared for training has no optimizer yet.
-            load_lr_scheduler_states: restore the schedule's state. It is an error if the checkpoint has it, and a model
-                that was prepared for training has no schedule yet.
+            load_lr_scheduler_states: restore the schedule's state, and the learning rates. It is an error if the
+                checkpoint has a schedule, and a model that was prepared for training has none yet. If false, the
+                learning rates are those of ``create_optimizer`` and of the new schedule from the first step on.
             ema: an `EMA` to restore; or a ``model_ema`` of `moving_average`: its averages are restored, then copied
                 into it. None restores none.
             load_module: load the model's parameters and buffers; if false, load all other state only.
@@ -850,22 +924,17 @@ class TrainingStrategy:
         load_lr_scheduler_states &= not load_module_only
         must_restore: list[Literal["optimizer", "scheduler"]] = ["optimizer"] if load_optimizer_states else []
         must_restore += ["scheduler"] if load_lr_scheduler_states else []
+        for name, state in states.items():
+            optimizers[name] = optimizers[name] or state.optimizer
+            schedulers[name] = schedulers[name] or state.schedule_of(optimizers[name])
+            check_schedule_of(schedulers[name], optimizers[name], "load", CheckpointError)
+        self._check_loader(dataloader)
         loaded = load_checkpoint(
             model,
             load_dir,
             tag=tag,
-            optimizer=joined(
-                {
-                    n: (optimizers[n] or state.optimizer) if load_optimizer_states else None
-                    for n, state in states.items()
-                }
-            ),
-            scheduler=joined(
-                {
-                    n: (schedulers[n] or state.scheduler) if load_lr_scheduler_states else None
-                    for n, state in states.items()
-                }
-            ),
+            optimizer=joined({n: each if load_optimizer_states else None for n, each in optimizers.items()}),
+            scheduler=joined({n: each if load_lr_scheduler_states else None for n, each in schedulers.items()}),
             ema=joined({name: own.averages if own else None for name, own in averages.items()}),
             dataloader=dataloader,
             load_data_position=load_data_position,
@@ -875,6 +944,7 @@ class TrainingStrategy:
             fallback=fallback,
             trust=trust,
             must_restore=joined({n: must_restore if is_for_training(own) else () for n, own in models.items()}),
+            load_learning_rates=load_lr_scheduler_states,
         )
         if loaded is None:
             return None, {}
@@ -893,6 +963,33 @@ class TrainingStrategy:
     ) -> None:
         """Write a Hugging Face folder that ``from_pretrained`` can load; collective; see `hf.export.save_model`."""
         save_model(model, tokenizer, output_dir, **kwargs)
+
+    def _check_loader(self, loader: object) -> None:
+        """Log a warning, once for each loader, if its batches or its data set do not fit to the ranks; collective."""
+        if not isinstance(loader, ResumableLoader) or loader in self._checked_loaders:
+            return
+        self._checked_loaders.add(loader)
+        of_pass, of_step = self.config.micro_train_batch_size * self.dp_size, self.config.train_batch_size
+        if of_step is not None and loader.global_batch_size not in {of_pass, of_step}:
+            log(
+                "the loader has batches of %d samples, expected %d (micro_train_batch_size x data parallel ranks) or "
+                "%d (train_batch_size): optimizer steps have another number of samples than train_batch_size",
+                loader.global_batch_size,
+                of_pass,
+                of_step,
+                level=logging.WARNING,
+            )
+        if not loader.is_shared_by_all_ranks:
+            return
+        own = loader.facts_of_data()
+        of_ranks = [own] * self.world_size
+        dist.all_gather_object(of_ranks, own, group=ranks.group_in_use())
+        if len(set(of_ranks)) > 1:
+            log(
+                "the data set of the ResumableLoader differs between the ranks: each rank gets a part of a part, and "
+                "samples are left out. Pass the whole data set on all ranks, or dp_rank=0 and dp_size=1",
+                level=logging.WARNING,
+            )
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -920,7 +1017,7 @@ def _continue_from(state: _TrainingState, loaded: LoadedCheckpoint, *, has_loss_
     """Set a model's counts of steps, and its loss scale, to those of a loaded checkpoint."""
     own = state.accumulation
     own.reset()
-    own.steps, own.checked_optimizer = loaded.step, None
+    own.steps, own.checked_optimizer, own.stepped_schedule = loaded.step, None, None
     state.loaded_steps = loaded.step
     if state.created_scheduler is not None:
         created = state.created_scheduler[0]
@@ -961,7 +1058,7 @@ def _warn_of_differing_buffers(model: nn.Module) -> None:
         )
 
 
-def _check_is_model(model: object) -> None:
+def check_is_model(model: object) -> None:
     """Raise if the argument of `prepare_model` cannot be sharded as a whole.
 
     Raises:

@@ -245,6 +245,22 @@ def test_the_readme_example_runs_and_resumes(tmp_path):
         assert AutoModelForCausalLM.from_pretrained("out").config.hidden_size == 64
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("page", ["README.md", "docs/checkpoints.md"])
+def test_the_loops_of_the_pages_run_with_accumulation(page, tmp_path):
+    os.chdir(shared(tmp_path))
+    blocks = python_of(ROOT / page)
+    if page == "README.md":
+        [code] = [block.replace("max_norm=1.0", "max_norm=1.0, gradient_accumulation_steps=4") for block in blocks]
+        names = run_blocks([code], page, {})
+        assert names["result"].step == 10 and Path("ckpts/latest").read_text() == "global_step8\n"
+        return
+    [code] = [block for block in blocks if "preempted" in block]
+    code = code.replace("micro_train_batch_size=2", "micro_train_batch_size=2, gradient_accumulation_steps=2")
+    run_blocks([blocks[0], code], page, {})  # the first block has the imports
+    assert not Path("run/global_step0").exists()
+
+
 # --- commands --------------------------------------------------------------------------------------------------------
 
 

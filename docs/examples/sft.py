@@ -213,12 +213,12 @@ def train(args: argparse.Namespace, config: StrategyConfig, training: Training) 
                     strategy.backward(loss_of(model, inputs), model, optimizer, num_items_in_batch=tokens)
                     result = strategy.optimizer_step(optimizer, model, scheduler)
                 measured = {}
-                if result.step % training.eval_every == 0 or result.step == steps:
+                if result.stepped and (result.step % training.eval_every == 0 or result.step == steps):
                     measured = {"eval_loss": evaluate(strategy, model, eval_rows)}
                     strategy.print(f"step {result.step}: {result.loss:.3f}, evaluation {measured['eval_loss']:.3f}")
                 metrics.log(result, epoch=loader.epoch, **measured)
                 preempted = strategy.preempted()
-                if preempted or result.step % training.save_every == 0:
+                if preempted or (result.stepped and result.step % training.save_every == 0):
                     strategy.save_ckpt(
                         model,
                         args.run_dir / "checkpoints",

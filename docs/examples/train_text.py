@@ -105,7 +105,7 @@ def train(settings: dict, options: Training, text: Path, run_dir: Path) -> int:
                 bar.update(result.stepped)
                 bar.set_postfix(loss=f"{result.loss:.3f}", norm=f"{result.grad_norm:.2f}", epoch=loader.epoch)
                 preempted = strategy.preempted()
-                if preempted or result.step % options.save_every == 0:
+                if preempted or (result.stepped and result.step % options.save_every == 0):
                     strategy.save_ckpt(
                         model, run_dir / "checkpoints", max_num=2, max_mem=10, dataloader=loader, async_save=True
                     )

@@ -46,6 +46,7 @@ from fsdp2_strategy.checkpoint.paths import (
     TRAINER_STATE,
     TRAINING_STATE,
     CheckpointPaths,
+    as_path,
     has_only_checkpoint_entries,
 )
 from fsdp2_strategy.errors import CheckpointError, DamageError
@@ -89,8 +90,15 @@ def list_checkpoints(save_dir: str | Path) -> list[Checkpoint]:
 
     A checkpoint is committed if it has its final name and a valid manifest, and all files exist with the sizes in the
     manifest. Other directories are ignored. The list is empty if the directory is missing.
+
+    Raises:
+        CheckpointError: ``save_dir`` is not a path.
     """
-    return [checkpoint for checkpoint in checkpoints_with_manifest(Path(save_dir)) if not problem_of(checkpoint.path)]
+    return [
+        checkpoint
+        for checkpoint in checkpoints_with_manifest(as_path(save_dir, "list checkpoints"))
+        if not problem_of(checkpoint.path)
+    ]
 
 
 def checkpoints_with_manifest(save_dir: Path) -> list[Checkpoint]:

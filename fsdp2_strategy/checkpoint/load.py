@@ -38,7 +38,7 @@ from fsdp2_strategy.checkpoint.layout import (
 )
 from fsdp2_strategy.checkpoint.load_options import NO_OPTIMIZER, NO_SCHEDULER
 from fsdp2_strategy.checkpoint.lock import is_held_elsewhere
-from fsdp2_strategy.checkpoint.paths import DATA, EMA, OPTIMIZER, RNG, TRAINER_STATE, CheckpointPaths
+from fsdp2_strategy.checkpoint.paths import DATA, EMA, OPTIMIZER, RNG, TRAINER_STATE, CheckpointPaths, as_path
 from fsdp2_strategy.checkpoint.random_state import derive_rng, load_rng
 from fsdp2_strategy.checkpoint.reader import Opened, check_structure, open_checkpoint
 from fsdp2_strategy.checkpoint.resumed import record_resume
@@ -77,6 +77,7 @@ from fsdp2_strategy.model.gradients import clear_gradients
 from fsdp2_strategy.model.master_weights import refresh_masters_of
 from fsdp2_strategy.model.ranks import on_model_ranks
 from fsdp2_strategy.model.weight_versions import count_change
+from fsdp2_strategy.optim.schedule import check_schedule_of
 
 
 @collective
@@ -99,6 +100,7 @@ def load_checkpoint(
     trust: bool = False,
     must_restore: Collection[Literal["optimizer", "scheduler"]]
     | Mapping[str, Collection[Literal["optimizer", "scheduler"]]] = (),
+    load_learning_rates: bool = True,
 ) -> LoadedCheckpoint | None:
     """Load a checkpoint, saved on any number of ranks and at any shard size, into a sharded model; collective.
 
@@ -132,6 +134,8 @@ def load_checkpoint(
         trust: allow checkpoints of other systems (``.distcp``, ``.pt`` and ``.bin``), whose pickles can run code.
         must_restore: raise if the checkpoint has the state of these, and the object is None. By default, state without
             an object is ignored.
+        load_learning_rates: restore the learning rates with the optimizer's other hyper-parameters; if False, keep
+            those of ``optimizer``. A ``scheduler`` that is restored sets its own.
 
     Returns:
         A report of the load; None if the directory is missing, or if it has no checkpoint and ``tag`` is None.
@@ -148,9 +152,11 @@ def load_checkpoint(
         raise ArgumentError(
             f"cannot load: load_data_position is {load_data_position!r}, expected True, False or 'samples'."
         )
-    load_dir = Path(load_dir)
+    load_dir = as_path(load_dir, "load")
     dataloader = dataloader if load_data_position else None
     models = _requests_of_models(model, optimizer, scheduler, ema, must_restore)
+    for own in models.values():
+        check_schedule_of(own.scheduler, own.optimizer, "load", CheckpointError)
     is_none = [(name, [each is None for each in own.objects]) for name, own in models.items()]
     arguments = (
         str(load_dir),
@@ -163,6 +169,7 @@ def load_checkpoint(
         fallback,
         trust,
         [tuple(own.must_restore) for own in models.values()],
+        load_learning_rates,
     )
     check_equal("load", arguments, CheckpointError, "the same directory, tag and objects to load on all ranks.")
     with all_or_none(f"find a checkpoint in {load_dir}", CheckpointError):
@@ -193,6 +200,7 @@ def load_checkpoint(
         load_model=load_model,
         strict=strict,
         verify=verify,
+        load_learning_rates=load_learning_rates,
     )
     for path, older in zip(paths, [*paths[1:], None], strict=True):
         try:
@@ -281,6 +289,7 @@ class _LoadRequest:
     load_model: bool
     strict: bool
     verify: bool
+    load_learning_rates: bool
 
     @property
     def loader(self) -> Loader | None:
@@ -404,7 +413,14 @@ def _restore_state(
         plan, state = plans[name], states[name]
         if own.optimizer is not None:
             values = state["optimizer"]["values"]
-            restore_optimizer(plan.root, own.optimizer, plan.optimizer_state, plan.optimizer_settings, values)
+            restore_optimizer(
+                plan.root,
+                own.optimizer,
+                plan.optimizer_state,
+                plan.optimizer_settings,
+                values,
+                load_learning_rates=request.load_learning_rates,
+            )
             continues = True
         elif request.load_model:
             refresh_masters_of(plan.root)

@@ -28,10 +28,13 @@ A checkpoint of several models has one folder for each model, with the folders o
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Self
+
+from fsdp2_strategy.errors import CheckpointError
 
 MODEL = "model"
 WRAPPER = "wrapper"
@@ -170,3 +173,17 @@ def is_model_name(name: object) -> bool:
     if not isinstance(name, str) or not name or name != Path(name).name or name.startswith("."):
         return False
     return name not in _ENTRIES | {PRETRAINED_MODEL, AVERAGED_MODEL, TRAINING_STATE} and "\0" not in name
+
+
+def as_path(value: object, action: str) -> Path:
+    """Return a directory's name as a path.
+
+    Raises:
+        CheckpointError: it is neither text nor a path.
+    """
+    if not isinstance(value, str | os.PathLike):
+        shown = "None" if value is None else f"a {type(value).__name__}"
+        raise CheckpointError(
+            f"cannot {action}: the directory is {shown}, expected a path. Check the order of the arguments."
+        )
+    return Path(value)

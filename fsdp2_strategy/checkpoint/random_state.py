@@ -15,6 +15,9 @@ import numpy as np
 import torch
 from safetensors.torch import load, save
 
+from fsdp2_strategy.config.arguments import check_number
+from fsdp2_strategy.errors import ArgumentError
+
 
 def rng_content() -> bytes:
     """Return the current states of this rank's generators as the content of a safetensors file."""
@@ -72,7 +75,12 @@ def derive_seed(*numbers: int) -> int:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the generators of Python, NumPy and torch on all devices that this process can use; not collective."""
+    """Seed the generators of Python, NumPy and torch on all devices that this process can use; not collective.
+
+    Raises:
+        ArgumentError: ``seed`` is not an integer.
+    """
+    check_number("seed the generators", "seed", seed, ArgumentError, integer=True)
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002
     torch.manual_seed(seed)

@@ -27,14 +27,28 @@ from fsdp2_strategy.checkpoint.data_position import DataPosition, Loader
 from fsdp2_strategy.checkpoint.gc_pause import gc_paused
 from fsdp2_strategy.checkpoint.layout import latest_tag, list_checkpoints
 from fsdp2_strategy.checkpoint.lock import acquire, release_all
-from fsdp2_strategy.checkpoint.paths import CHECKSUMS, DATA, EMA, OPTIMIZER, RNG, TRAINER_STATE, CheckpointPaths
+from fsdp2_strategy.checkpoint.paths import (
+    CHECKSUMS,
+    DATA,
+    EMA,
+    OPTIMIZER,
+    RNG,
+    TRAINER_STATE,
+    CheckpointPaths,
+    as_path,
+)
 from fsdp2_strategy.checkpoint.random_state import rng_content
 from fsdp2_strategy.checkpoint.rotation import check_space, checkpoints_to_delete
 from fsdp2_strategy.checkpoint.save_request import SaveRequest
 from fsdp2_strategy.checkpoint.several_models import ONLY, Models, for_each, models_by_name
 from fsdp2_strategy.checkpoint.storage import Component, stage_gathered, stage_local, write_components
 from fsdp2_strategy.checkpoint.trainable_only import LeftOut
-from fsdp2_strategy.checkpoint.training_state import optimizer_hyper, optimizer_tensors, unwrap_and_reshard
+from fsdp2_strategy.checkpoint.training_state import (
+    optimizer_hyper,
+    optimizer_tensors,
+    schedule_state,
+    unwrap_and_reshard,
+)
 from fsdp2_strategy.distributed.agreement import all_or_none, check_equal, to_rank_0
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
@@ -49,6 +63,7 @@ from fsdp2_strategy.lerobot.checkpoint_layout import LeRobotLayout
 from fsdp2_strategy.model.failed_loads import check_usable
 from fsdp2_strategy.model.ranks import on_model_ranks
 from fsdp2_strategy.model.shards import shard_size_of_model
+from fsdp2_strategy.optim.schedule import check_schedule_of
 
 
 @collective
@@ -142,7 +157,7 @@ def save_checkpoint(
     models = _objects_of_models(model, step, optimizer, scheduler, tokenizer=tokenizer, ema=ema, loss_scale=loss_scale)
     steps = {name: own.step for name, own in models.items()}
     request = SaveRequest(
-        save_dir=Path(save_dir),
+        save_dir=as_path(save_dir, "save"),
         tag=_default_tag(layout, max(steps.values())) if tag is None else tag,
         steps=steps,
         max_num=max_num,
@@ -156,6 +171,8 @@ def save_checkpoint(
         meta=meta,
         layout=layout,
     )
+    for own in models.values():
+        check_schedule_of(own.scheduler, own.optimizer, "save", CheckpointError)
     request.agree_between_ranks(
         {name: own.loss_scale for name, own in models.items()},
         [dataloader, *(each for own in models.values() for each in (own.optimizer, own.scheduler, own.ema))],
@@ -333,8 +350,7 @@ def _training_state(
         check_json(hyper, "optimizer")
     if own.ema is not None:
         components.append(Component.of(paths.state / EMA, own.ema, stem=EMA))
-    schedule = own.scheduler.state_dict() if own.scheduler is not None else None
-    check_json(schedule, "scheduler")
+    schedule = schedule_state(own.scheduler) if own.scheduler is not None else None
     state = {
         "step": own.step,
         "loss_scale": own.loss_scale,

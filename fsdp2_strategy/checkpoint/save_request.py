@@ -92,6 +92,11 @@ class SaveRequest:
                 "cannot save the tokenizer: only_trainable is True, expected a checkpoint with a folder for "
                 "from_pretrained. Omit the tokenizer, or save the full model."
             )
+        if not isinstance(self.meta, Mapping | None):
+            raise CheckpointError(
+                f"cannot save: meta is a {type(self.meta).__name__}, expected a dictionary. Pass the content of "
+                "meta.json."
+            )
         check_json(self.meta, "meta")
 
     def snapshot(self) -> Self:

@@ -11,6 +11,7 @@ state.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,9 +23,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from fsdp2_strategy.checkpoint.json_values import as_json_values, from_json_values
 from fsdp2_strategy.checkpoint.load_options import NO_OPTIMIZER, NO_SCHEDULER, NOT_STRICT
+from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.torch_internals import local_of
 from fsdp2_strategy.errors import CheckpointError, some
+from fsdp2_strategy.hf.json_files import check_json
 from fsdp2_strategy.model.fsdp_state import is_sharded, reshard
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.model.shards import sharded_like
@@ -36,6 +40,10 @@ _T = TypeVar("_T")
 
 # Keys of parameter groups that are not saved: they depend on how a run builds the optimizer and chooses its kernels.
 _IMPLEMENTATION = {"params", "name", "foreach", "fused", "capturable", "differentiable"}
+
+
+# Keys of parameter groups that schedules set, besides the betas or the momentum of those that cycle them.
+_RATES = {"lr", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +153,7 @@ def optimizer_hyper(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     of_parameter: dict[str, int] = {}
     names = _names_by_identity(model)
     for group in optimizer.param_groups:
-        own = {key: value for key, value in group.items() if key not in _IMPLEMENTATION}
+        own = {key: as_json_values(value) for key, value in group.items() if key not in _IMPLEMENTATION}
         if own not in settings:
             settings.append(own)
         index = settings.index(own)
@@ -155,7 +163,12 @@ def optimizer_hyper(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         for name, state in _named_state(optimizer, names).items()
         if (non_tensors := {k: v for k, v in state.items() if v is not None and not isinstance(v, torch.Tensor)})
     }
-    return {"class": _class_of(optimizer), "settings": settings, "of_parameter": of_parameter, "values": values}
+    return {
+        "class": _class_of(optimizer),
+        "settings": settings,
+        "of_parameter": of_parameter,
+        "values": as_json_values(values),
+    }
 
 
 def check_optimizer(model: nn.Module, optimizer: Optimizer, hyper: Mapping[str, Any], *, strict: bool) -> None:
@@ -181,20 +194,54 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer, hyper: Mapping[str, 
         )
 
 
+def schedule_state(scheduler: LRScheduler) -> dict[str, Any]:
+    """Return the state of a schedule as JSON values.
+
+    Raises:
+        CheckpointError: the state has a value that JSON cannot represent; the message names it.
+    """
+    state: dict[str, Any] = as_json_values(scheduler.state_dict())
+    check_json(state, "scheduler")
+    return state
+
+
 def restore_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
     """Load a saved state into a schedule, and set the schedule's learning rates in the optimizer's groups.
 
     If the saved optimizer had another number of groups, the learning rates are taken from the groups that the optimizer
-    has now.
+    has now. If the base learning rates of the schedule change, this is logged.
     """
-    state, groups = dict(state), scheduler.optimizer.param_groups
-    if len(state.get("base_lrs", groups)) != len(groups):
-        state["base_lrs"] = [group["initial_lr"] for group in groups]
-        state["_last_lr"] = [group["lr"] for group in groups]
-        state |= {"lr_lambdas": [None] * len(groups)} if "lr_lambdas" in state else {}
-    scheduler.load_state_dict(state)
+    groups = scheduler.optimizer.param_groups
+    own: dict[str, Any] = from_json_values(dict(state))
+    if len(own.get("base_lrs", groups)) != len(groups):
+        own["base_lrs"] = [group["initial_lr"] for group in groups]
+        own["_last_lr"] = [group["lr"] for group in groups]
+        own |= {"lr_lambdas": [None] * len(groups)} if "lr_lambdas" in own else {}
+    before = _numbers(getattr(scheduler, "base_lrs", []))
+    scheduler.load_state_dict(own)
+    after = _numbers(getattr(scheduler, "base_lrs", []))
+    if before != after:
+        message = (
+            "the schedule's base learning rates %s are replaced by %s, those of the checkpoint. To keep them, pass %s"
+        )
+        log(message, before, after, NO_SCHEDULER, level=logging.WARNING)
     for group, lr in zip(groups, scheduler.get_last_lr(), strict=True):
-        group["lr"] = lr
+        _set(group, "lr", lr)
+
+
+def _numbers(values: Sequence[Any]) -> list[float]:
+    return [float(value) for value in values]
+
+
+def _set(group: dict[str, Any], key: str, value: Any) -> None:
+    """Set a hyper-parameter; a tensor keeps its identity, because a CUDA graph may read it."""
+    current = group.get(key)
+    if isinstance(current, torch.Tensor):
+        current.copy_(torch.as_tensor(value))
+    elif isinstance(value, torch.Tensor) and current is not None:
+        group[key] = value.item()
+    else:
+        group[key] = tuple(value) if isinstance(value, list) else value  # JSON stores tuples, such as betas, as lists
 
 
 def advance_scheduler(scheduler: LRScheduler, steps: int) -> None:
@@ -273,16 +320,25 @@ def restore_optimizer(
     state: Mapping[str, Mapping[str, torch.Tensor]],
     settings: Sequence[Mapping[str, Any]],
     non_tensors: Mapping[str, Mapping[str, Any]],
+    *,
+    load_learning_rates: bool = True,
 ) -> None:
     """Set an optimizer's state and hyper-parameters; remove the state of parameters that have no saved state.
 
     ``state`` and ``non_tensors`` contain values by parameter name and key. ``settings`` contains the hyper-parameters
-    of each group.
+    of each group. Without ``load_learning_rates``, hyper-parameters that schedules set are not changed. Those that are
+    replaced are logged, except those that follow from the position of a schedule.
     """
-    names = _names_by_identity(model)
-    for group, own in zip(optimizer.param_groups, settings, strict=True):
-        # JSON stores tuples, such as betas, as lists.
-        group.update({k: tuple(v) if isinstance(v, list) else v for k, v in own.items()})
+    names, non_tensors = _names_by_identity(model), from_json_values(non_tensors)
+    for group, saved in zip(optimizer.param_groups, settings, strict=True):
+        own = {
+            key: value
+            for key, value in from_json_values(saved).items()
+            if load_learning_rates or key not in _driven(group)
+        }
+        _log_replaced(group, own)
+        for key, value in own.items():
+            _set(group, key, value)
         for parameter in group["params"]:
             name = names[id(parameter)]
             values = {**state.get(name, {}), **non_tensors.get(name, {})}
@@ -290,6 +346,30 @@ def restore_optimizer(
                 optimizer.state[parameter] = dict(values)
             else:
                 optimizer.state.pop(parameter, None)
+
+
+def _driven(group: Mapping[str, Any]) -> set[str]:
+    """Return the hyper-parameters of a group that schedules set."""
+    return _RATES | ({"betas", "momentum"} if "max_momentum" in group else set())
+
+
+def _log_replaced(group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    # Under a schedule, they follow from its position; only the initial rate does not.
+    silent = _driven(group) - {"initial_lr"} if "initial_lr" in group else set()
+    replaced = [
+        f"{key} {_plain(group[key])} by {_plain(value)}"
+        for key, value in saved.items()
+        if key in group and key not in silent and _plain(group[key]) != _plain(value)
+    ]
+    if replaced:
+        message = "parameter group %s: the checkpoint replaces %s"
+        log(message, group.get("name", ""), ", ".join(replaced), level=logging.WARNING)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _class_of(optimizer: Optimizer) -> str:

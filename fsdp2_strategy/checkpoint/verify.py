@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp2_strategy import sizes
+from fsdp2_strategy.checkpoint.paths import as_path
 from fsdp2_strategy.checkpoint.reader import open_checkpoint
 from fsdp2_strategy.distributed.progress import Progress
 from fsdp2_strategy.errors import CheckpointError, counted
@@ -42,8 +43,11 @@ def verify_checkpoint(path: str | Path, *, progress: bool = True) -> VerifyRepor
 
     Returns:
         A report of all problems. Corruption is reported and never raises.
+
+    Raises:
+        CheckpointError: ``path`` is not a path.
     """
-    path = Path(path)
+    path = as_path(path, "verify a checkpoint")
     try:
         opened = open_checkpoint(path)
     except CheckpointError as error:

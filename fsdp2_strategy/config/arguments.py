@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
+import numbers
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from fsdp2_strategy.config.strategy_config import StrategyConfig
@@ -62,6 +65,57 @@ def _as_a_field(keyword: str, known: Sequence[str]) -> str:
     if "config" not in known or keyword not in {field.name for field in fields(StrategyConfig)}:
         return ""
     return f" It is a field of StrategyConfig. Pass config=StrategyConfig({keyword}=…), or set it in args."
+
+
+def check_number(
+    action: str,
+    name: str,
+    value: object,
+    error: type[FSDP2StrategyError],
+    *,
+    integer: bool = False,
+    minimum: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> None:
+    """Raise ``error`` unless an argument is a finite number in a range.
+
+    Args:
+        action: the operation, for the message.
+        name: name of the argument.
+        value: its value; a tensor or array of one element is accepted unread, because reading may synchronise.
+        error: the class of the error.
+        integer: whether only integers are accepted.
+        minimum: the smallest number that is accepted.
+        above: a number below all that are accepted.
+        below: a number above all that are accepted.
+    """
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return
+    kind: type = numbers.Integral if integer else numbers.Real
+    if isinstance(value, kind) and not isinstance(value, bool):
+        number = float(value)  # type: ignore[arg-type]
+        fits = math.isfinite(number) and (minimum is None or number >= minimum)
+        if fits and (above is None or number > above) and (below is None or number < below):
+            return
+    bounds = [(minimum, "at least"), (above, "above"), (below, "below")]
+    limits = " and ".join(f"{text} {bound:g}" for bound, text in bounds if bound is not None)
+    expected = f"{'an integer' if integer else 'a finite number'}{f' {limits}' if limits else ''}"
+    fix = (
+        "Convert the text to a number (YAML reads 1e-4 as text, and 1.0e-4 as a number)."
+        if isinstance(value, str)
+        else ""
+    )
+    raise error(f"cannot {action}: {name} is {value!r}, expected {expected}. {fix or 'Pass such a number.'}")
+
+
+def check_choice(
+    action: str, name: str, value: object, choices: Sequence[str], error: type[FSDP2StrategyError]
+) -> None:
+    """Raise ``error`` unless an argument is one of several strings."""
+    if value not in choices:
+        hint = did_you_mean(str(value), choices)
+        raise error(f"cannot {action}: {name} is {value!r}, expected one of {', '.join(choices)}.{hint}")
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:

@@ -15,7 +15,14 @@ from typing import Any
 import numpy as np
 from torch.utils.data import ConcatDataset
 
-from fsdp2_strategy.data.order import EpisodeOrder, GlobalOrder, MixtureOrder, Order, SequentialOrder
+from fsdp2_strategy.data.order import (
+    EpisodeOrder,
+    GlobalOrder,
+    MixtureOrder,
+    Order,
+    SequentialOrder,
+    checked_list,
+)
 from fsdp2_strategy.data.permutation import Indices
 from fsdp2_strategy.errors import DataError
 
@@ -81,6 +88,7 @@ def choose_order(
                 "data set for each weight. Combine them in a ConcatDataset."
             )
         parts = [len(part) for part in dataset.datasets]  # type: ignore[arg-type]
+        weights = checked_list("mix data sets", "weights", weights, integers=False)
         facts |= {"lengths": parts, "weights": [float(w) for w in weights]}
         return facts, lambda epoch, _: MixtureOrder(parts, weights, seed, epoch)
     return facts, lambda epoch, _: GlobalOrder(n, seed, epoch)

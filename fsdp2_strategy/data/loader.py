@@ -9,6 +9,7 @@ has received, not those that workers have prefetched.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import logging
 import operator
@@ -21,8 +22,9 @@ from typing import Any, get_args
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 
+from fsdp2_strategy.config.arguments import check_number
 from fsdp2_strategy.data.batches import Anchor, BatchPlan, Key, Tail
 from fsdp2_strategy.data.dataset_order import LaneLayout, choose_order
 from fsdp2_strategy.data.order import Order
@@ -107,7 +109,25 @@ class ResumableLoader:
         lanes: int = 1,
         weights: Sequence[float] | None = None,
     ) -> None:
-        self._is_shared_by_all_ranks = dp_rank is None and dp_size is None and dist.is_initialized()
+        self.is_shared_by_all_ranks = dp_rank is None and dp_size is None and dist.is_initialized()
+        """Whether all ranks that train have a part of each batch."""
+        for name, number, least in (
+            ("global_batch_size", global_batch_size, 1),
+            ("seed", seed, None),
+            ("dp_rank", dp_rank, 0),
+            ("dp_size", dp_size, 1),
+            ("num_workers", num_workers, 0),
+            ("prefetch_factor", prefetch_factor, 1),
+        ):
+            if number is not None or name not in {"dp_rank", "dp_size", "prefetch_factor"}:
+                check_number("load batches", name, number, DataError, integer=True, minimum=least)
+        if collate_fn is not None and not callable(collate_fn):
+            raise DataError(
+                f"cannot load batches: collate_fn is a {type(collate_fn).__name__}, expected a function from a list of "
+                "samples to a batch."
+            )
+        if not isinstance(shuffle, bool | np.bool_):
+            raise DataError(f"cannot load batches: shuffle is {shuffle!r}, expected True or False. Pass a bool.")
         self.dp_rank, self.dp_size = _rank_and_size(dp_rank, dp_size)
         self.dataset, self.tail = dataset, tail
         self.global_batch_size, self.seed = operator.index(global_batch_size), operator.index(seed)
@@ -278,6 +298,13 @@ class ResumableLoader:
             state |= {"version": _VERSION_WITH_LAYOUT, "layouts": [list(astuple(layout)) for layout in self._layouts]}
         return state
 
+    def facts_of_data(self) -> str:
+        """Return a digest of the data set, as far as it can be read without side effects; not collective.
+
+        It covers the length, the indices of subsets, and samples of data that is in memory.
+        """
+        return hashlib.blake2b(repr(_facts_of(self.dataset)).encode(), digest_size=8).hexdigest()
+
     def check_state(self, state: Mapping[str, Any], *, any_batch_size: bool = False) -> None:
         """Raise if a state cannot be loaded.
 
@@ -389,7 +416,7 @@ class ResumableLoader:
                 have received different numbers of batches or skip different samples.
         """
         skipped = sorted({*self._plan.skipped, *map(operator.index, samples)})
-        if self._is_shared_by_all_ranks:
+        if self.is_shared_by_all_ranks:
             expected = (
                 "the same number of delivered batches and the same samples on every rank. Load a checkpoint, and skip "
                 "before the first batch."
@@ -434,6 +461,17 @@ class ResumableLoader:
                 self.dp_size,
                 level=logging.WARNING,
             )
+
+
+def _facts_of(dataset: Any) -> object:
+    if isinstance(dataset, Subset):
+        return "subset", _facts_of(dataset.dataset), list(map(int, dataset.indices))
+    if isinstance(dataset, ConcatDataset):
+        return "concatenation", [_facts_of(each) for each in dataset.datasets]
+    count = len(dataset)
+    # Reading a sample of another data set may open files, which worker processes would then share.
+    is_in_memory = isinstance(dataset, list | tuple | range | np.ndarray | torch.Tensor | TensorDataset)
+    return count, [repr(dataset[i]) for i in (0, count // 2, count - 1)] if is_in_memory and count else None
 
 
 def _with_mask(batch: Any, mask: torch.Tensor) -> Any:

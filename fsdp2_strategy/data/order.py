@@ -12,13 +12,15 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike
 
+from fsdp2_strategy.config.arguments import check_number
 from fsdp2_strategy.data.permutation import Bijection, Indices
 from fsdp2_strategy.errors import DataError
 
@@ -55,7 +57,7 @@ class GlobalOrder:
     """
 
     def __init__(self, n: int, seed: int = 0, epoch: int = 0) -> None:
-        self.n, self.seed, self.epoch = _checked_length(n), operator.index(seed), operator.index(epoch)
+        self.n, self.seed, self.epoch = _checked_length(n), *_checked_key(seed, epoch)
         self._bijection = Bijection(self.n, "samples", self.seed, self.epoch)
 
     def __len__(self) -> int:
@@ -139,8 +141,17 @@ class EpisodeOrder:
         batch: int | None = None,
         offset: int = 0,
     ) -> None:
-        self.lengths = np.asarray(lengths, dtype=np.int64).reshape(-1)
+        given = np.asarray(lengths)
+        is_integral = given.dtype.kind in "iu" or (given.dtype.kind == "f" and not (given % 1).any())
+        if given.ndim != 1 or not is_integral:
+            raise DataError(
+                f"cannot order frames: lengths is {lengths!r}, expected a list of integers. Pass the number of "
+                "frames of each episode."
+            )
+        self.lengths = given.astype(np.int64)
         batch = lanes if batch is None else batch
+        for name, number in (("pool", pool), ("lanes", lanes), ("batch", batch), ("offset", offset)):
+            check_number("order frames", name, number, DataError, integer=True)
         if not self.lengths.size or self.lengths.min() < 0 or not self.lengths.sum():
             raise DataError(
                 f"cannot order frames: the episode lengths are {self.lengths[:5].tolist()}…, expected none below 0 and "
@@ -152,7 +163,7 @@ class EpisodeOrder:
                 "1 <= lanes <= min(pool, batch) and 0 <= offset < batch. Use fewer lanes, or a larger pool."
             )
         self.pool, self.lanes, self._batch = int(pool), int(lanes), int(batch)
-        self._key = int(seed), int(epoch)
+        self._key = _checked_key(seed, epoch)
         self._first_frames = _starts_of(self.lengths)  # first frame of each episode, in the data set
         self._episodes = GlobalOrder(len(self.lengths), seed, epoch).indices(0, len(self.lengths))
         # The episode sequence consists of the frames of the permuted episodes, one episode after another. Episodes,
@@ -281,15 +292,17 @@ class MixtureOrder:
     def __init__(
         self, lengths: Sequence[int], weights: Sequence[float], seed: int = 0, epoch: int = 0, n: int | None = None
     ) -> None:
-        self.lengths = [int(length) for length in lengths]
+        self.lengths = checked_list("mix data sets", "lengths", lengths, integers=True)
+        weights = checked_list("mix data sets", "weights", weights, integers=False)
         sound = all(w > 0 and math.isfinite(w) for w in weights) and min(self.lengths, default=0) > 0
         if len(weights) != len(self.lengths) or not sound:
             raise DataError(
                 f"cannot mix data sets: lengths are {self.lengths} and weights {list(weights)}, expected one weight "
                 "for each length, and all above 0. Leave out data sets without samples or weight."
             )
-        self.n = sum(self.lengths) if n is None else int(n)
-        self.seed, self.epoch = int(seed), int(epoch)
+        self.n = sum(self.lengths) if n is None else _checked_length(n)
+        self.seed, self.epoch = _checked_key(seed, epoch)
+        check_number("mix data sets", "epoch", epoch, DataError, integer=True, minimum=0)
         ends = np.round(np.cumsum(np.asarray(weights, dtype=np.float64)) / np.sum(weights) * self.n)
         self._shares = np.concatenate([[0], ends]).astype(np.int64)
         if (np.diff(self._shares) == 0).any():
@@ -355,9 +368,35 @@ _cached_bijection = lru_cache(maxsize=128)(Bijection)
 
 
 def _checked_length(n: int) -> int:
+    check_number("order samples", "n", n, DataError, integer=True)
     if not 1 <= n < _MAX_SAMPLES:
         raise DataError(f"cannot order samples: n is {n}, expected 1 to 2^61 - 1. Use a data set with samples.")
     return operator.index(n)
+
+
+def _checked_key(seed: int, epoch: int) -> tuple[int, int]:
+    """Return seed and epoch as int.
+
+    Raises:
+        DataError: one of them is not an integer.
+    """
+    for name, value in (("seed", seed), ("epoch", epoch)):
+        check_number("order samples", name, value, DataError, integer=True)
+    return operator.index(seed), operator.index(epoch)
+
+
+def checked_list(action: str, name: str, values: Any, *, integers: bool) -> list[Any]:
+    """Return a sequence of numbers as a list.
+
+    Raises:
+        DataError: it is not a sequence, or has an element that is not a number.
+    """
+    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__iter__") or getattr(values, "ndim", 1) != 1:
+        raise DataError(f"cannot {action}: {name} is {values!r}, expected a list of numbers. Pass a list.")
+    listed = values.tolist() if isinstance(values, np.ndarray | torch.Tensor) else list(values)
+    for value in listed:
+        check_number(action, f"an element of {name}", value, DataError, integer=integers)
+    return listed
 
 
 def _within(start: int, stop: int, n: int) -> Indices:

@@ -62,6 +62,10 @@ def build_mesh(shard_size: int = -1, *, device_type: str | None = None, tensor_p
     if not dist.is_initialized():
         raise MeshError("cannot build a mesh: there is no process group. Construct FSDPV2Strategy first, or start one.")
     size = world_size()
+    if not isinstance(tensor_parallel_size, int):
+        raise MeshError(
+            f"cannot build a mesh: tensor_parallel_size is {tensor_parallel_size!r}, expected an integer of at least 1."
+        )
     shard_size = check_shard_size(shard_size, size, tensor_parallel_size)
     device_type = device_type or current_device().type
     group = group_in_use()

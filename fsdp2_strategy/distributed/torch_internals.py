@@ -528,3 +528,53 @@ def forget_workers(loader: Any) -> None:
 def copy_operator() -> Any:
     """Return the operator that copies a tensor to a device or dtype."""
     return torch.ops.aten._to_copy.default
+
+
+# --- FSDP2: passes that raised --------------------------------------------------------------------------------------
+
+
+def is_in_forward(state: FSDPState) -> bool:
+    """Return whether a unit's pre-forward hook has run, and its post-forward hook has not."""
+    return state._training_state == TrainingState.FORWARD
+
+
+def is_pass_unfinished(state: FSDPState) -> bool:
+    """Return whether FSDP2 has begun a forward or backward pass of a unit's root, and has not ended it."""
+    return state._state_ctx.iter_forward_root is not None or is_backward_unfinished(state)
+
+
+def is_backward_unfinished(state: FSDPState) -> bool:
+    """Return whether FSDP2 has begun a backward pass of a unit's root, and has not ended it."""
+    return state._state_ctx.post_backward_final_callback_queued
+
+
+def forget_pass(state: FSDPState) -> None:
+    """Clear what FSDP2 records of a pass: its root, the order of units, and buffers of collectives; keep gradients.
+
+    Otherwise FSDP2 would not end the backward pass after one that raised, so its last gradients would be lost.
+    """
+    if state._is_root is None:  # no pass has begun
+        return
+    context, messages, stream = state._state_ctx, state._comm_ctx, state._device_handle.current_stream()
+    context.iter_forward_root, context.post_backward_final_callback_queued = None, False
+    messages.post_forward_order.clear()
+    # torch 2.13 keeps a list of reduce-scatter buffers; earlier versions have one buffer, and fewer events.
+    held = [*getattr(messages, "reduce_scatter_states", ()), getattr(messages, "reduce_scatter_state", None)]
+    held += [messages.all_gather_state, *(group._all_reduce_state for group in param_groups_of(state))]
+    events = [getattr(each, "event", None) for each in held]
+    events += [*getattr(messages, "_last_post_reduce_events", {}).values()]
+    events += [group._post_reduce_event for group in param_groups_of(state)]
+    for event in events:
+        if event is not None:
+            stream.wait_event(event)
+    for name, empty in (
+        ("reduce_scatter_states", []),
+        ("reduce_scatter_state", None),
+        ("_last_post_reduce_events", {}),
+    ):
+        if hasattr(messages, name):
+            setattr(messages, name, empty)
+    messages.all_gather_state = None
+    for param_group in param_groups_of(state):
+        param_group._post_reduce_event = param_group._all_reduce_state = None
+        param_group._post_forward_indices.clear()

@@ -10,10 +10,11 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy.distributed.torch_internals import (
     drop_gather_in_flight,
-    forget_forward_root,
+    forget_pass,
     fsdp_state_of,
     mark_idle,
     param_groups_of,
@@ -33,6 +34,16 @@ def has_unsharded_parameters(model: nn.Module) -> bool:
         return False
     own = next(model.parameters(recurse=False), None)
     return own is not None or any(has_unsharded_parameters(child) for child in model.children())
+
+
+def has_unsharded_training(model: nn.Module) -> bool:
+    """Return whether a trainable parameter of ``model`` belongs to no unit, and is not a DTensor; not collective."""
+    if isinstance(model, FSDPModule):
+        return False
+    own = model.parameters(recurse=False)
+    if any(parameter.requires_grad and not isinstance(parameter, DTensor) for parameter in own):
+        return True
+    return any(map(has_unsharded_training, model.children()))
 
 
 def parameter_groups(model: nn.Module) -> Iterator[Any]:
@@ -60,15 +71,16 @@ def reshard(model: nn.Module) -> None:
 def reset_units(model: nn.Module) -> None:
     """Reshard all units and mark them idle, even if a forward or backward pass raised; not collective.
 
-    After a pass that raised, FSDP2 still treats some units as being in their forward pass. Without a reset, they stay
-    unsharded, and FSDP2 treats the next forward pass as a part of the failed pass.
+    After a pass that raised, FSDP2 still treats some units as being in that pass. Without a reset, they stay unsharded,
+    FSDP2 treats the next forward pass as a part of the failed pass, and does not end the next backward pass. Gradients
+    that are complete, or accumulated, are kept.
     """
     for param_group in parameter_groups(model):
         reset_param_group(param_group)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             mark_idle(fsdp_state_of(module))
-            forget_forward_root(fsdp_state_of(module))
+            forget_pass(fsdp_state_of(module))
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:

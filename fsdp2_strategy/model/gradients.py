@@ -27,6 +27,7 @@ from fsdp2_strategy.distributed.torch_internals import (
     fsdp_state_of,
     parameters_of,
     run_after_backward,
+    shard_of,
     unsharded_of,
 )
 from fsdp2_strategy.model.fsdp_state import parameter_groups
@@ -45,6 +46,7 @@ def clear_gradients(model: nn.Module) -> None:
         drop_deferred_all_reduce(param_group)
         for parameter in parameters_of(param_group):
             drop_accumulated_gradient(parameter)
+            shard_of(parameter).grad = None  # not a parameter of the model while the unit is gathered
             if (unsharded := unsharded_of(parameter)) is not None:
                 unsharded.grad = None
     if (replicated := replicated_gradients(model)) is not None:

@@ -9,6 +9,7 @@ from weakref import ref
 
 from torch import nn
 
+from fsdp2_strategy.errors import ArgumentError
 from fsdp2_strategy.model.state import Slot, model_state
 
 _WRAPPER = Slot[ref[nn.Module]]("wrapper")
@@ -21,7 +22,15 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     A wrapper is a module whose ``is_actor`` is true and whose inner model is ``.model``. If the wrapper has parameters
     or buffers outside the inner model, such as a value head, the wrapper is the root. Otherwise the inner model is the
     root. After a wrapper was sharded as the root, this function also returns the wrapper for the inner model.
+
+    Raises:
+        ArgumentError: ``model`` is not an nn.Module.
     """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(
+            f"cannot use this model: it is {'None' if model is None else f'a {type(model).__name__}'}, expected an "
+            "nn.Module. Pass the model itself, not its parameters or state, and check the order of the arguments."
+        )
     reference = model_state(model).get(_WRAPPER)
     if reference is not None and (wrapper := reference()) is not None:
         return wrapper

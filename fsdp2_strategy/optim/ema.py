@@ -50,8 +50,9 @@ class EMA:
         names: Collection[str] | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        if not 0 <= decay <= 1:
-            raise ConfigError(f"cannot average: decay is {decay!r}, expected a number from 0 to 1, for example 0.999.")
+        check_decay(decay)
+        if isinstance(names, str):
+            raise ConfigError(f"cannot average: names is {names!r}, expected a list of names. Pass [{names!r}].")
         self.decay = decay
         root = unwrap_model(model)
         check_own_weights(root, "begin averages", StepError)
@@ -78,7 +79,10 @@ class EMA:
         Raises:
             ShardError: the model lacks an averaged parameter, or has it in another shape.
             StepError: the model's parameters are averages, within a block of `swapped_in`.
+            ConfigError: ``decay`` is not a number from 0 to 1.
         """
+        if decay is not None:
+            check_decay(decay)
         root = unwrap_model(model)
         check_own_weights(root, "update the averages", StepError)
         reshard(root)
@@ -154,6 +158,12 @@ class EMA:
                     f"{f'of shape {shape}' if shape is not None else 'missing'}, expected shape {list(average.shape)}. "
                     "Use a model with the parameters that were averaged."
                 )
+
+
+def check_decay(decay: object) -> None:
+    """Raise ConfigError unless a decay is a number from 0 to 1; not collective."""
+    if not isinstance(decay, int | float) or not 0 <= decay <= 1:
+        raise ConfigError(f"cannot average: decay is {decay!r}, expected a number from 0 to 1, for example 0.999.")
 
 
 def _sources(root: nn.Module) -> dict[str, torch.Tensor]:

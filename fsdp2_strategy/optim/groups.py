@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fsdp2_strategy.config.arguments import check_number
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.torch_internals import BATCH_NORMS
 from fsdp2_strategy.errors import ArgumentError, OptimizerError, counted, did_you_mean
@@ -27,6 +28,7 @@ from fsdp2_strategy.model.shards import shard_size_of
 from fsdp2_strategy.model.swapped_weights import check_own_weights
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.optim.masters import FSDPadaptOptimizer
+from fsdp2_strategy.optim.zero_grad import watch_optimizer
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.LocalResponseNorm, *BATCH_NORMS)
 
@@ -79,10 +81,12 @@ def build_optimizer(
         also split by dtype and mesh, so several groups may have the same name.
 
     Raises:
-        OptimizerError: no parameter is trainable; a group matches no trainable parameter, or contains a trainable
-            parameter of another model; two groups share a parameter; the class does not support sharded parameters;
-            averages replace the model's parameters (`EMA.swapped_in`); or, without ``masters``, only some of the
-            parameters are in half precision.
+        OptimizerError: a hyper-parameter is not a number in its range, or ``optimizer_cls`` is not a class; no
+            parameter is trainable; a group matches no trainable parameter, or contains a trainable parameter of another
+            model; two groups share a parameter; the class does not support sharded parameters; averages replace the
+            model's parameters (`EMA.swapped_in`); or, without ``masters``, only some of the parameters are in half
+            precision.
+        ArgumentError: ``model`` is not an nn.Module, or the class has no option of a name.
 
     Example::
 
@@ -99,6 +103,15 @@ def build_optimizer(
     """
     model = unwrap_model(model)
     check_own_weights(model, "build an optimizer", OptimizerError)  # master weights would be averages
+    _check_options({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **kwargs})
+    if not callable(optimizer_cls) or isinstance(optimizer_cls, Optimizer):
+        shown = repr(optimizer_cls) if isinstance(optimizer_cls, str | None) else f"a {type(optimizer_cls).__name__}"
+        raise OptimizerError(
+            f"cannot build an optimizer: optimizer_cls is {shown}, expected a class of optimizers. Pass the class, for "
+            "example optimizer_cls=torch.optim.AdamW."
+        )
+    _check_patterns("no_decay", no_decay)
+    param_groups = _checked_groups(param_groups)
     reshard(model)  # after a forward pass without backward, the root unit still has unsharded parameters
     trainable = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
     if not trainable:
@@ -115,7 +128,74 @@ def build_optimizer(
     optimizer = _construct(optimizer_cls, groups, options)
     _log_groups(optimizer)
     _check_dtypes(trainable.values(), masters=masters)
-    return FSDPadaptOptimizer(optimizer) if masters else optimizer
+    if masters:
+        optimizer = FSDPadaptOptimizer(optimizer)
+    watch_optimizer(optimizer, model)
+    return optimizer
+
+
+def _check_options(options: Mapping[str, Any], where: str = "") -> None:
+    """Raise OptimizerError unless the hyper-parameters that all optimizers share are numbers in their range."""
+    action = f"build an optimizer{where}"
+    for name in ("lr", "eps", "weight_decay", "momentum"):
+        if options.get(name) is not None:
+            check_number(action, name, options[name], OptimizerError, minimum=0)
+    betas = options.get("betas")
+    if betas is None:
+        return
+    if not isinstance(betas, tuple | list) or len(betas) < 2:
+        raise OptimizerError(
+            f"cannot {action}: betas is {betas!r}, expected a pair of numbers. Pass for example betas=(0.9, 0.95)."
+        )
+    for beta in betas:
+        check_number(action, "an element of betas", beta, OptimizerError, minimum=0, below=1)
+
+
+def _check_patterns(name: str, patterns: object) -> None:
+    """Raise OptimizerError unless patterns are a list of strings; a string would be taken for its characters."""
+    is_list = isinstance(patterns, Iterable) and not isinstance(patterns, str | Mapping)
+    if patterns is not None and not (is_list and all(isinstance(each, str) for each in patterns)):  # type: ignore[attr-defined]
+        raise OptimizerError(
+            f"cannot build an optimizer: {name} is {patterns!r}, expected a list of name patterns. Pass for example "
+            f"{name}=['bias', 'norm']."
+        )
+
+
+def _checked_groups(param_groups: Any) -> list[dict[str, Any]]:
+    """Return the parameter groups as dictionaries with lists of patterns and parameters.
+
+    Raises:
+        OptimizerError: they are not mappings with "params", or have hyper-parameters that are not numbers.
+    """
+    if param_groups is None:
+        return []
+    given = param_groups if isinstance(param_groups, list | tuple) else None
+    if given is None and isinstance(param_groups, Iterable) and not isinstance(param_groups, str | Mapping):
+        given = list(param_groups)
+    if given is None or not all(isinstance(group, Mapping) for group in given):
+        shown = f"a {type(param_groups).__name__}" if given is None else f"a list with a {_first_kind(given)}"
+        raise OptimizerError(
+            f"cannot build an optimizer: param_groups is {shown}, expected a list of mappings. Pass for example "
+            "param_groups=[{'name': 'head', 'params': ['head.*'], 'lr': 1e-4}]."
+        )
+    groups = []
+    for number, group in enumerate(given):
+        label = group.get("name", number)
+        params = group.get("params", ())
+        params = [params] if isinstance(params, str | torch.Tensor) else params
+        params = list(params) if isinstance(params, Iterable) and not isinstance(params, Mapping) else [params]
+        if not all(isinstance(each, str | torch.Tensor) for each in params):
+            raise OptimizerError(
+                f"cannot build an optimizer: params of parameter group {label!r} contains a "
+                f"{_first_kind(params, (str, torch.Tensor))}, expected name patterns and parameters. Correct the list."
+            )
+        _check_options(group, f" with the parameter group {label!r}")
+        groups.append({**group, "params": params})
+    return groups
+
+
+def _first_kind(values: Iterable[Any], accepted: tuple[type, ...] = (Mapping,)) -> str:
+    return next(type(value).__name__ for value in values if not isinstance(value, accepted))
 
 
 def rebind_optimizer(optimizer: Optimizer, names: Mapping[int, str], model: nn.Module) -> None:
@@ -129,6 +209,11 @@ def rebind_optimizer(optimizer: Optimizer, names: Mapping[int, str], model: nn.M
     Raises:
         OptimizerError: the optimizer contains parameters of another model; or it has state for unsharded parameters.
     """
+    if not hasattr(optimizer, "param_groups") or not isinstance(names, Mapping):
+        raise OptimizerError(
+            f"cannot keep this optimizer for the sharded model: it is a {type(optimizer).__name__}, and names is a "
+            f"{type(names).__name__}, expected a torch optimizer and a mapping. Check the order of the arguments."
+        )
     now = named_parameters(unwrap_model(model))
     own = {id(parameter) for parameter in now.values()}
     stale = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
@@ -141,6 +226,7 @@ def rebind_optimizer(optimizer: Optimizer, names: Mapping[int, str], model: nn.M
         )
     for group in optimizer.param_groups if stale else ():
         group["params"] = [p if id(p) in own else now[names[id(p)]] for p in group["params"]]
+    watch_optimizer(optimizer, model)
 
 
 def _resolve_groups(
@@ -153,7 +239,6 @@ def _resolve_groups(
     for i, given in enumerate(param_groups):
         group = dict(given)
         listed = group.pop("params", ())
-        listed = [listed] if isinstance(listed, str | torch.Tensor) else list(listed)
         patterns = [entry for entry in listed if isinstance(entry, str)]
         foreign = [p for p in listed if not isinstance(p, str) and id(p) not in name_of and p.requires_grad]
         picked = {name_of[id(p)] for p in listed if not isinstance(p, str) and id(p) in name_of}
@@ -256,11 +341,24 @@ def _construct(
     if optimizer_cls in _NO_DTENSOR and any(isinstance(p, DTensor) for p in parameters):
         raise _no_dtensor(optimizer_cls)
     if options.keys() & {"fused", "foreach"} or "foreach" not in known:
-        return optimizer_cls(groups, **options)
+        return _called(optimizer_cls, groups, options)
     is_adam = inspect.isclass(optimizer_cls) and issubclass(optimizer_cls, torch.optim.Adam | torch.optim.AdamW)
     # Only the fused kernels of Adam and AdamW support DTensors.
     fused = is_adam and all(p.is_floating_point() and p.device.type in _FUSED_DEVICES for p in parameters)
-    return optimizer_cls(groups, **options, **({"fused": True} if fused else {"foreach": True}))
+    return _called(optimizer_cls, groups, {**options, **({"fused": True} if fused else {"foreach": True})})
+
+
+def _called(
+    optimizer_cls: Callable[..., Optimizer], groups: list[dict[str, Any]], options: dict[str, Any]
+) -> Optimizer:
+    try:
+        return optimizer_cls(groups, **options)
+    except (TypeError, ValueError) as error:
+        name = getattr(optimizer_cls, "__name__", "the optimizer")
+        raise OptimizerError(
+            f"cannot build an optimizer: {name} refuses the options {options}, expected those that it accepts: "
+            f"{error}. Change the options."
+        ) from error
 
 
 def _log_groups(optimizer: Optimizer) -> None:

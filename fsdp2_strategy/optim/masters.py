@@ -38,7 +38,8 @@ class FSDPadaptOptimizer(Optimizer):
         **kwargs: options of ``optimizer_cls``.
 
     Raises:
-        OptimizerError: a learning-rate schedule was already built over ``optimizer``.
+        OptimizerError: a learning-rate schedule was already built over ``optimizer``; or the arguments are neither an
+            optimizer, nor parameters and a class.
     """
 
     def __init__(
@@ -47,6 +48,15 @@ class FSDPadaptOptimizer(Optimizer):
         optimizer_cls: Callable[..., Optimizer] = torch.optim.AdamW,
         **kwargs: Any,
     ) -> None:
+        if (
+            not callable(optimizer_cls)
+            or isinstance(optimizer, str | nn.Module)
+            or not isinstance(optimizer, Iterable | Optimizer)
+        ):
+            raise OptimizerError(
+                f"cannot keep master weights: got a {type(optimizer).__name__} and {optimizer_cls!r}, expected an "
+                "optimizer, or parameters and a class of optimizers. Pass model.parameters(), and torch.optim.AdamW."
+            )
         inner = optimizer if isinstance(optimizer, Optimizer) else optimizer_cls(optimizer, **kwargs)
         if is_driven_by_schedule(inner):
             raise OptimizerError(

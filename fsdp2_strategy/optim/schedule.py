@@ -5,14 +5,17 @@ Input: an optimizer and the length of the run. Output: a torch scheduler that is
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import SchedulerType, get_scheduler
 
-from fsdp2_strategy.errors import OptimizerError, did_you_mean
+from fsdp2_strategy.config.arguments import check_number
+from fsdp2_strategy.errors import FSDP2StrategyError, OptimizerError, StepError, did_you_mean
 
 # Schedule names of VLA trainers -> the schedule's name and options in transformers.
 _ALIASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -58,7 +61,14 @@ def build_scheduler(
         OptimizerError: the name is unknown; an option is missing or invalid; or both num_warmup_steps and
             warmup_ratio are given.
     """
+    _check_is_optimizer(optimizer)
     check_schedule_name(name)
+    for option, value in (("num_training_steps", num_training_steps), ("num_warmup_steps", num_warmup_steps)):
+        if value is not None:
+            least = 1 if option == "num_training_steps" else 0
+            check_number("build a schedule", option, value, OptimizerError, minimum=least)
+    if warmup_ratio is not None:
+        check_number("build a schedule", "warmup_ratio", warmup_ratio, OptimizerError)
     if warmup_ratio is not None:
         if num_warmup_steps is not None or num_training_steps is None or not 0 <= warmup_ratio <= 1:
             raise OptimizerError(
@@ -87,6 +97,14 @@ def build_scheduler(
     return scheduler
 
 
+def _check_is_optimizer(optimizer: object) -> None:
+    if not hasattr(optimizer, "param_groups"):
+        raise OptimizerError(
+            f"cannot build a schedule: the optimizer is a {type(optimizer).__name__}, expected a torch optimizer. "
+            "Check the order of the arguments: create_scheduler(optimizer, name)."
+        )
+
+
 def check_schedule_name(name: str) -> None:
     """Raise if a schedule name is unknown; not collective.
 
@@ -95,10 +113,76 @@ def check_schedule_name(name: str) -> None:
     """
     known = [kind.value for kind in SchedulerType if kind.value not in _NEED_METRICS]
     known += [*_ALIASES, BACKBONE_FREEZE]
+    if name in _NEED_METRICS:
+        raise OptimizerError(
+            f"cannot build a schedule: {name!r} is unknown, because its steps need a metric, expected a schedule "
+            "that is stepped with the optimizer. Construct it yourself, step it after each evaluation, and pass "
+            "scheduler= to save_ckpt and load_ckpt."
+        )
     if name not in known:
         raise OptimizerError(
             f"cannot build a schedule: {name!r} is unknown, expected one of {', '.join(known)}."
             f"{did_you_mean(str(name), known)}"
+        )
+
+
+def check_schedule_of(
+    scheduler: LRScheduler | None, optimizer: Optimizer | None, action: str, error: type[FSDP2StrategyError]
+) -> None:
+    """Raise if a schedule sets the learning rates of another optimizer, or if one of them is none; not collective.
+
+    Args:
+        scheduler: a schedule; None is accepted.
+        optimizer: the optimizer that it is used with; None is accepted.
+        action: the operation that fails, for the message.
+        error: class of the error.
+    """
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise error(
+            f"cannot {action}: the optimizer is a {type(optimizer).__name__}, expected a torch optimizer. Check the "
+            "order of the arguments."
+        )
+    if scheduler is None:
+        return
+    if isinstance(scheduler, Optimizer | nn.Module) or not callable(getattr(scheduler, "state_dict", None)):
+        raise error(
+            f"cannot {action}: the schedule is a {type(scheduler).__name__}, expected a learning-rate schedule. Check "
+            "the order of the arguments."
+        )
+    if optimizer is None or drives(scheduler, optimizer):
+        return
+    raise error(
+        f"cannot {action}: the {type(scheduler).__name__} sets the learning rates of another "
+        f"{type(scheduler.optimizer).__name__}, expected a schedule of the optimizer that is passed or in use. Create "
+        "it again with create_scheduler, for this optimizer."
+    )
+
+
+def drives(scheduler: LRScheduler, optimizer: Optimizer) -> bool:
+    """Return whether a schedule sets the learning rates of an optimizer; True if the schedule does not say."""
+    own = getattr(scheduler, "optimizer", None)
+    # Wrappers of an optimizer, such as accelerate's, share its groups.
+    groups = getattr(own, "param_groups", None)
+    return groups is None or own is optimizer or groups is getattr(optimizer, "param_groups", None)
+
+
+def check_steps_without_metric(scheduler: LRScheduler) -> None:
+    """Raise if a schedule cannot be stepped with the optimizer, because its steps need a metric; not collective.
+
+    Raises:
+        StepError: the ``step`` of the schedule has required arguments.
+    """
+    required = [
+        name
+        for name, parameter in inspect.signature(scheduler.step).parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind in {parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD}
+    ]
+    if required:
+        raise StepError(
+            f"cannot step the {type(scheduler).__name__} with the optimizer: its step needs {', '.join(required)}, "
+            "expected a schedule that is stepped once per optimizer step. Leave it out of optimizer_step, step it "
+            "yourself after each evaluation, and pass scheduler= to save_ckpt and load_ckpt."
         )
 
 
@@ -112,6 +196,8 @@ def get_constant_schedule_with_freeze_warmup(
         num_warmup_steps: number of optimizer steps with learning rate 0.
         last_epoch: number of steps already taken, minus 1, as in torch.
     """
+    check_number("build a schedule", "num_warmup_steps", num_warmup_steps, OptimizerError, minimum=0)
+    _check_is_optimizer(optimizer)
     return LambdaLR(optimizer, partial(_zero_before, num_warmup_steps), last_epoch)
 
 

@@ -14,13 +14,17 @@ full sequences: see [Note: shared losses] in `sequence.exchange`.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
+import numbers
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, get_args
 from weakref import ref
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -29,31 +33,45 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from fsdp2_strategy.config.arguments import check_choice, check_number
 from fsdp2_strategy.config.strategy_config import AccumulationRule, GradSync, LossReduction, SyncBuffers
 from fsdp2_strategy.distributed.agreement import defer_error, has_deferred_error, raise_deferred_error
 from fsdp2_strategy.distributed.equal_values import digest_numbers, is_equal
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
-from fsdp2_strategy.distributed.process_group import control_device, current_device, group_in_use, world_size
+from fsdp2_strategy.distributed.process_group import (
+    control_device,
+    current_device,
+    data_size,
+    group_in_use,
+    world_size,
+)
 from fsdp2_strategy.distributed.same_batch import check_losses_of_groups
 from fsdp2_strategy.distributed.torch_internals import local_of
 from fsdp2_strategy.distributed.unit_log import current_log
 from fsdp2_strategy.errors import StepError, counted
 from fsdp2_strategy.model.buffers import changed_buffers, check_same_buffers
 from fsdp2_strategy.model.buffers import sync_buffers as sync
-from fsdp2_strategy.model.fsdp_state import class_name, reshard
+from fsdp2_strategy.model.failed_passes import failed_pass, record_failed_backward
+from fsdp2_strategy.model.fsdp_state import class_name, has_unsharded_training, reshard
 from fsdp2_strategy.model.offload import check_resident
 from fsdp2_strategy.model.ranks import on_ranks_of, ranks_per_layer
 from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.model.swapped_weights import check_own_weights, swapped_error
 from fsdp2_strategy.model.weight_versions import count_change
 from fsdp2_strategy.model.wrappers import unwrap_model
-from fsdp2_strategy.optim.accumulation import LossScale, ReducedStep, accumulation_of
+from fsdp2_strategy.optim.accumulation import Accumulation, LossScale, ReducedStep, accumulation_of
+from fsdp2_strategy.optim.compared_numbers import check_equal_numbers, digest_of, numbers_of_step
+from fsdp2_strategy.optim.schedule import check_schedule_of, check_steps_without_metric
 from fsdp2_strategy.optim.step_sums import MicroBatchSums, checked_tokens
 from fsdp2_strategy.optim.used_parameters import remove_unused_gradients, used_numbers
+from fsdp2_strategy.optim.zero_grad import discard_after_failed_pass, watch_model, watch_optimizer
 from fsdp2_strategy.sequence.exchange import shared_loss
 from fsdp2_strategy.sharding.shard import check_dtypes
 from fsdp2_strategy.sharding.vision_encoders import may_have_unequal_gradients
+
+_STEPS_WITH_EQUAL_LOSSES = 5
+"""So many successive steps in which different batches have the same loss by chance are ruled out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,15 +134,21 @@ def backward(
         StepError: ``num_items_in_batch`` is not positive and finite; ``num_items`` or ``num_tokens`` is not an integer
             of at least 0 or a tensor of one; both numbers of items are given; only some backward passes of a step have
             ``num_items``; averages replace the model's parameters (`EMA.swapped_in`); the loss is not a tensor with one
-            element and an autograd graph; or, on every rank, the losses of ranks that share layers differ.
+            element and an autograd graph; there are several ranks and the model is not sharded; or, on every rank, the
+            losses of ranks that share layers differ.
     """
     check_own_weights(model, "run backward", StepError)
     _check_loss(loss)
+    _check_choices("run backward", accumulation=accumulation, loss_reduction=loss_reduction, grad_sync=grad_sync)
+    check_number("run backward", "accumulation_steps", accumulation_steps, StepError, integer=True, minimum=1)
+    _check_prepared(unwrap_model(model), "run backward")
     layers = ranks_per_layer(model)
     if layers > 1:
         check_losses_of_groups(loss, layers)
     num_tokens = checked_tokens(num_tokens)
     num_items = checked_tokens(num_items, "num_items")
+    discard_after_failed_pass(model, in_forward=False)
+    watch_model(model)
     own = accumulation_of(model)
     own.check_declared()
     if not own.is_pending:
@@ -134,21 +158,26 @@ def backward(
             "cannot run backward: num_items was passed in some backward passes of this step, and not in others, "
             "expected in all or none. Pass it in every one, 0 for a loss without items."
         )
-    items = None if num_items_in_batch is None else float(num_items_in_batch)
+    items = None if num_items_in_batch is None else _number_of_items(num_items_in_batch)
     if items is not None and num_items is not None:
         raise StepError(
             "cannot run backward: num_items_in_batch and num_items were passed, expected one of them. Pass num_items "
             "if the number of items in the whole step is not known yet."
         )
+    own.size_of_step = own.size(accumulation, accumulation_steps)
     is_divided = num_items is None and loss_reduction == "mean"
-    size = own.size(accumulation, accumulation_steps) if is_divided else None
+    size = own.size_of_step if is_divided else None
     factor = _loss_factor(size, items, world_size() // layers)
     is_last = own.is_last(accumulation, accumulation_steps)
     if is_last != (own.last_sync is not False):
         set_gradient_sync(model, grad_sync, is_last=is_last)
         own.last_sync = is_last
-    with shared_loss(is_summed=items is not None or num_items is not None) as shared:
-        (loss * (factor * (own.scale.value if own.scale else 1.0))).backward()  # type: ignore[no-untyped-call]
+    try:
+        with shared_loss(is_summed=items is not None or num_items is not None) as shared:
+            (loss * (factor * (own.scale.value if own.scale else 1.0))).backward()  # type: ignore[no-untyped-call]
+    except BaseException:
+        record_failed_backward(unwrap_model(model))
+        raise
     own.sums.add(loss, factor, num_tokens, items, num_items, copies=shared.copies)
     own.add_backward(accumulation)
 
@@ -186,22 +215,32 @@ def optimizer_step(
         on every rank.
 
     Raises:
-        StepError: `backward` was not called since the last call; or averages replace the model's parameters
-            (`EMA.swapped_in`); or it is unknown whether the backward passes since
-            then are micro-batches; or the optimizer belongs to another model or was created before this one was
-            sharded; or, on every rank: a rank has deferred an error (`defer_error`), or ``num_items`` was passed on
-            some ranks only, or their sum is 0.
+        StepError: `backward` was not called since the last call, or has raised; or averages replace the model's
+            parameters (`EMA.swapped_in`); or it is unknown whether the backward passes since then are micro-batches; or
+            the optimizer belongs to another model or was created before this one was sharded; or there are several
+            ranks and the model is not sharded; or, on every rank: a rank has deferred an error (`defer_error`),
+            ``num_items`` was passed on some ranks only, or their sum is 0; or ``num_items_in_batch``, ``max_norm``, the
+            number of backward passes or a hyper-parameter of the optimizer differs between ranks; or the ranks have run
+            different units.
         OffloadError: the model or the optimizer is offloaded.
     """
-    if not hasattr(optimizer, "param_groups"):
-        raise StepError(
-            f"cannot step {name!r}: the optimizer is {_described(optimizer)}, expected a torch optimizer. Pass the one "
-            "that create_optimizer returned, and check the order of the arguments."
-        )
+    _check_is_optimizer(optimizer, f"step {name!r}")
+    _check_choices(f"step {name!r}", accumulation=accumulation, sync_buffers=sync_buffers)
+    check_number(f"step {name!r}", "accumulation_steps", accumulation_steps, StepError, integer=True, minimum=1)
+    check_number(f"step {name!r}", "max_norm", max_norm, StepError, minimum=0)
+    _check_prepared(unwrap_model(model), f"step {name!r}")
     own = accumulation_of(model)
     if own.checked_optimizer is None or own.checked_optimizer() is not optimizer:
         _check_parameters(optimizer, unwrap_model(model))
         own.checked_optimizer = ref(optimizer)
+        watch_optimizer(optimizer, model)
+    if scheduler is not None:
+        _check_schedule(scheduler, optimizer, own, name)
+    if failed_pass(unwrap_model(model)) == "backward":
+        raise StepError(
+            f"cannot step {name!r}: its last backward pass has raised, expected one that is complete. Call "
+            "optimizer.zero_grad(), which discards the gradients of this step, and run the passes again."
+        )
     if not own.end_micro_batch(accumulation, accumulation_steps, name):
         return StepResult(step=own.steps, stepped=False, skipped=False, grad_norm=None)
     taken = _take_step(
@@ -211,11 +250,13 @@ def optimizer_step(
         max_norm=max_norm,
         scale=own.scale,
         sync_buffers=sync_buffers,
-        sums=own.sums,
+        own=own,
         reduced=own.reduced if max_norm == 0.0 else None,
     )
     own.reset()
     own.steps += taken.stepped
+    _warn_of_equal_losses(own, name, has_equal_losses=taken.has_equal_losses)
+    own.stepped_schedule = None if scheduler is None else (ref(scheduler), _position_of(scheduler))
     if not taken.stepped:
         message = "%s: all ranks skip step %d, because the gradient norm is %s"
         log(message, name, own.steps + 1, taken.norm, level=logging.WARNING)
@@ -228,6 +269,53 @@ def optimizer_step(
         loss=taken.loss,
         tokens=taken.tokens,
     )
+
+
+def _warn_of_equal_losses(own: Accumulation, name: str, *, has_equal_losses: bool) -> None:
+    """Log a warning once if all ranks had the same loss in several successive steps."""
+    own.steps_with_equal_losses = own.steps_with_equal_losses + 1 if has_equal_losses else 0
+    if own.steps_with_equal_losses == _STEPS_WITH_EQUAL_LOSSES and not own.has_said_equal_losses:
+        own.has_said_equal_losses = True
+        log(
+            "%s: in %d successive steps, the loss was the same on all ranks: they seem to train on the same batches, "
+            "as with a DataLoader without a sampler for the ranks. Use ResumableLoader, setup_dataloader or a "
+            "DistributedSampler",
+            name,
+            own.steps_with_equal_losses,
+            level=logging.WARNING,
+        )
+
+
+def _check_schedule(scheduler: LRScheduler, optimizer: Optimizer, own: Accumulation, name: str) -> None:
+    """Raise if a schedule does not fit to a step; log a warning once if the program has stepped it, too.
+
+    Raises:
+        StepError: it sets the learning rates of another optimizer, or its steps need a metric.
+    """
+    if isinstance(scheduler, Optimizer | nn.Module) or not callable(getattr(scheduler, "step", None)):
+        raise StepError(
+            f"cannot step {name!r}: the schedule is {_described(scheduler)}, expected a learning-rate schedule. Check "
+            "the order of the arguments: optimizer_step(optimizer, model, scheduler)."
+        )
+    check_schedule_of(scheduler, optimizer, f"step {name!r}", StepError)
+    last, position = own.stepped_schedule, _position_of(scheduler)
+    if last is None or last[0]() is not scheduler:
+        check_steps_without_metric(scheduler)
+    elif last[1] is not None and position is not None and position > last[1] and not own.has_said_stepped_twice:
+        own.has_said_stepped_twice = True
+        log(
+            "%s: the program has stepped the %s %s since the last optimizer step, and optimizer_step steps it, too, so "
+            "its learning rates are those of a later step. Remove one of the calls",
+            name,
+            type(scheduler).__name__,
+            counted(position - last[1], "time"),
+            level=logging.WARNING,
+        )
+
+
+def _position_of(scheduler: LRScheduler) -> int | None:
+    position = getattr(scheduler, "last_epoch", None)
+    return position if isinstance(position, int) else None
 
 
 def _check_loss(loss: object) -> None:
@@ -248,8 +336,49 @@ def _check_loss(loss: object) -> None:
         )
 
 
+def _check_is_optimizer(optimizer: object, action: str) -> None:
+    if not hasattr(optimizer, "param_groups"):
+        raise StepError(
+            f"cannot {action}: the optimizer is {_described(optimizer)}, expected a torch optimizer. Pass the one that "
+            "create_optimizer returned, and check the order of the arguments."
+        )
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "accumulation": get_args(AccumulationRule),
+    "grad_sync": get_args(GradSync),
+    "loss_reduction": get_args(LossReduction),
+    "sync_buffers": get_args(SyncBuffers),
+}
+
+
+def _check_choices(action: str, **given: str) -> None:
+    """Raise StepError unless arguments are among their possible values."""
+    for name, value in given.items():
+        check_choice(action, name, value, _CHOICES[name], StepError)
+
+
+def _check_prepared(root: nn.Module, action: str) -> None:
+    """Raise StepError if a model is not sharded and there are several ranks: each would train a copy of its own."""
+    if world_size() > 1 and has_unsharded_training(root):
+        raise StepError(
+            f"cannot {action}: {class_name(root)} is not sharded, so each of the {world_size()} ranks would train a "
+            "copy of its own, expected a prepared model. Call prepare_model(model, is_training=True) first (without a "
+            "strategy: shard_model)."
+        )
+
+
 def _described(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _number_of_items(given: Any) -> float:
+    if isinstance(given, torch.Tensor | numbers.Real | np.ndarray) and torch.as_tensor(given).numel() == 1:
+        return float(given)
+    raise StepError(
+        f"cannot scale the loss: num_items_in_batch is {given!r}, expected a number or a tensor of one element. Sum "
+        "the number of items over the micro-batches and ranks of the step."
+    )
 
 
 def _loss_factor(size: int | None, items: float | None, ranks: int) -> float:
@@ -279,6 +408,7 @@ def set_gradient_sync(model: nn.Module, mode: GradSync, *, is_last: bool) -> Non
         is_last: whether the next backward pass is the last of the step; it runs all collectives.
     """
     root = unwrap_model(model)
+    _check_choices("set the communication of gradients", grad_sync=mode)
     if mode == "defer_all_reduce" and may_have_unequal_gradients(root):
         # FSDP2 sums deferred gradients in a flat buffer, so each pass must have gradients of the same parameters.
         mode = "every"
@@ -306,13 +436,18 @@ def clip_grad_norm(parameters: nn.Module | Iterable[torch.Tensor], max_norm: flo
     Raises:
         OffloadError: ``parameters`` is a model that is offloaded.
     """
+    check_number("clip gradients", "max_norm", max_norm, StepError, minimum=0)
     model = None
     if isinstance(parameters, nn.Module):
         model = unwrap_model(parameters)
         check_resident(model, "clip its gradients")
         reshard(model)
         parameters = model.parameters()
-    parameters = list(parameters)
+    parameters = list(parameters) if isinstance(parameters, Iterable) else [parameters]
+    if wrong := [each for each in parameters if not isinstance(each, torch.Tensor)]:
+        raise StepError(
+            f"cannot clip gradients: got {_described(wrong[0])}, expected a model or its parameters. Pass the model."
+        )
     with on_ranks_of(parameters):
         used = [] if model is None else used_numbers(parameters, model, world_size())
         squares, used = _sum_over_ranks(_gradients(parameters), *used)
@@ -375,10 +510,13 @@ def take_step(
         ShardError: the model was cast after it was sharded.
         StepError: on every rank, a rank has deferred an error (`defer_error`).
     """
-    sums = MicroBatchSums()
-    taken = _take_step(
-        optimizer, model, scheduler, max_norm=max_norm, scale=scale, sync_buffers=sync_buffers, sums=sums
-    )
+    _check_choices("step", sync_buffers=sync_buffers)
+    check_number("step", "max_norm", max_norm, StepError, minimum=0)
+    _check_is_optimizer(optimizer, "step")
+    _check_prepared(unwrap_model(model), "step")
+    own = Accumulation()
+    taken = _take_step(optimizer, model, scheduler, max_norm=max_norm, scale=scale, sync_buffers=sync_buffers, own=own)
+    accumulation_of(model).reset()
     return taken.stepped, taken.norm
 
 
@@ -391,6 +529,7 @@ class _Taken:
     lr: float
     loss: float
     tokens: int | None
+    has_equal_losses: bool
 
 
 def _take_step(
@@ -401,7 +540,7 @@ def _take_step(
     max_norm: float,
     scale: LossScale | None,
     sync_buffers: SyncBuffers,
-    sums: MicroBatchSums,
+    own: Accumulation,
     reduced: ReducedStep | None = None,
 ) -> _Taken:
     root = unwrap_model(model)
@@ -413,7 +552,9 @@ def _take_step(
     if reduced is not None:
         check_own_weights(root, "step", StepError)  # `_reduce` raises it on every rank
     if reduced is None:
-        reduced = _reduce(parameters, root, sums, scale, sync_buffers)
+        reduced = _reduce(
+            parameters, root, own.sums, scale, sync_buffers, numbers=numbers_of_step(own, optimizer, max_norm)
+        )
     factor = (scale.value if scale else 1.0) * reduced.divisor
     norm = _scale(_gradients(parameters), reduced.norm * factor, max_norm, factor)
     if reduced.have_buffers_changed:
@@ -433,8 +574,16 @@ def _take_step(
             count_change(root)
         if scheduler is not None:
             scheduler.step()
-    optimizer.zero_grad(set_to_none=True)
-    return _Taken(stepped=finite, norm=norm, lr=lr, loss=reduced.loss, tokens=reduced.tokens)
+    # The class's method: the instance's keeps the gradients of a step that is pending, see [Note: zero_grad].
+    type(optimizer).zero_grad(optimizer, set_to_none=True)
+    return _Taken(
+        stepped=finite,
+        norm=norm,
+        lr=lr,
+        loss=reduced.loss,
+        tokens=reduced.tokens,
+        has_equal_losses=reduced.has_equal_losses,
+    )
 
 
 def _reduce(
@@ -443,28 +592,35 @@ def _reduce(
     sums: MicroBatchSums,
     scale: LossScale | None,
     sync_buffers: SyncBuffers,
+    *,
+    numbers: Mapping[str, object],
 ) -> ReducedStep:
     """Exchange what the ranks must know for an optimizer step; collective.
 
     Raises:
-        StepError: on every rank, a rank has deferred an error, ``num_items`` was passed on some ranks only, or buffers
-            have changed that have other names or dtypes on other ranks.
+        StepError: on every rank, a rank has deferred an error, ``num_items`` was passed on some ranks only, or
+            ``numbers`` differ between ranks, or buffers have changed that have other names or dtypes on other ranks, or
+            the ranks have run different units.
     """
     if (swapped := swapped_error(root, "step")) is not None:
         defer_error(swapped)
     is_changed, buffers = changed_buffers(root) if sync_buffers != "off" else (False, digest_numbers(None))
     with on_ranks_of(parameters):
         own, used = sums.values(), used_numbers(parameters, root, world_size())
+        compared = digest_of(numbers)
         squares, (changed, deferred, *others) = _sum_over_ranks(
-            _gradients(parameters), is_changed, has_deferred_error(), *buffers, *own, *used
+            _gradients(parameters), is_changed, has_deferred_error(), *compared, *buffers, *own, *used
         )
         if deferred:
             raise_deferred_error()
-        of_buffers, others = others[: len(buffers)], others[len(buffers) :]
-        of_micro_batches, of_parameters = others[: len(own)], others[len(own) :]
+        lengths = itertools.accumulate([len(compared), len(buffers), len(own)])
+        of_numbers, of_buffers, of_micro_batches, of_parameters = _split(others, lengths)
+        check_equal_numbers(of_numbers, numbers)
         if changed and not is_equal(of_buffers, world_size()):
             check_same_buffers(root, "synchronise the buffers", StepError)
         loss, tokens, divisor = sums.totals(of_micro_batches, world_size(), ranks_per_layer(root))
+        is_shared = data_size() == 1 or ranks_per_layer(root) == world_size()
+        has_equal_losses = not is_shared and sums.are_losses_equal(of_micro_batches, world_size())
         remove_unused_gradients(parameters, of_parameters, world_size())
     return ReducedStep(
         norm=math.sqrt(squares) / ((scale.value if scale else 1.0) * divisor),
@@ -472,7 +628,17 @@ def _reduce(
         loss=loss,
         tokens=tokens,
         have_buffers_changed=bool(changed),
+        has_equal_losses=has_equal_losses,
     )
+
+
+def _split(numbers: Sequence[float], ends: Iterable[int]) -> Iterator[list[float]]:
+    """Yield the parts of a sequence that end at the given positions, and the rest."""
+    begin = 0
+    for end in ends:
+        yield [*numbers[begin:end]]
+        begin = end
+    yield [*numbers[begin:]]
 
 
 @collective
@@ -492,11 +658,15 @@ def clip_for_step(model: nn.Module, max_norm: float, *, sync_buffers: SyncBuffer
         StepError: on every rank, a rank has deferred an error.
     """
     root = unwrap_model(model)
+    check_number("clip gradients", "max_norm", max_norm, StepError, minimum=0)
+    _check_prepared(root, "clip gradients")
     check_resident(root, "clip its gradients")
     reshard(root)
     own = accumulation_of(model)
     parameters = [p for p in root.parameters() if p.requires_grad]
-    own.reduced = _reduce(parameters, root, own.sums, own.scale, sync_buffers)
+    optimizer = own.checked_optimizer() if own.checked_optimizer is not None else None
+    numbers = numbers_of_step(own, optimizer, max_norm)
+    own.reduced = _reduce(parameters, root, own.sums, own.scale, sync_buffers, numbers=numbers)
     scale = own.scale.value if own.scale else 1.0
     _scale(_gradients(parameters), own.reduced.norm * scale, max_norm * scale)
     return own.reduced.norm

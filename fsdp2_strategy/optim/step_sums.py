@@ -31,6 +31,8 @@ class MicroBatchSums:
     """Sum of the ``num_tokens`` that were given; None if none were."""
     items: float | None = None
     """The last ``num_items_in_batch``; None if there was none."""
+    passed_items: tuple[float | None, ...] = ()
+    """The ``num_items_in_batch`` of each backward pass; () if none was given."""
     own_items: float | torch.Tensor | None = None
     """Sum of the ``num_items`` that were given; None if none were."""
 
@@ -63,6 +65,8 @@ class MicroBatchSums:
         self.loss = loss if self.loss is None else self.loss + loss
         self.tokens = _plus(self.tokens, num_tokens, copies)
         self.own_items = _plus(self.own_items, num_items, copies)
+        if items is not None or self.passed_items:
+            self.passed_items += (items,)
         self.items = self.items if items is None else items
 
     def values(self) -> list[float | torch.Tensor]:
@@ -75,7 +79,18 @@ class MicroBatchSums:
             self.items is not None,
             0 if self.own_items is None else self.own_items,
             self.own_items is not None,
+            math.nan if self.loss is None else self.loss * self.loss,
         ]
+
+    @staticmethod
+    def are_losses_equal(sums: Sequence[float], ranks: int) -> bool:
+        """Return whether the loss was the same on all ranks, and not 0, from the sums of `values` over them.
+
+        By the Cauchy-Schwarz inequality, (number of ranks) x sum(loss²) = sum(loss)² only if all losses are equal. The
+        tolerance is for rounding: losses of different batches differ by more.
+        """
+        total, squares = sums[0], sums[-1]
+        return ranks > 1 and total != 0 and math.isclose(ranks * squares, total**2, rel_tol=1e-13)
 
     @staticmethod
     def totals(sums: Sequence[float], ranks: int, copies: int = 1) -> tuple[float, int | None, float]:
@@ -88,7 +103,7 @@ class MicroBatchSums:
         Raises:
             StepError: ``num_items`` was given on some ranks only, or the sum is 0.
         """
-        loss, tokens, ranks_with_tokens, items, ranks_with_items, own_items, ranks_with_own_items = sums
+        loss, tokens, ranks_with_tokens, items, ranks_with_items, own_items, ranks_with_own_items, _ = sums
         divisor = 1.0
         if ranks_with_own_items:
             if ranks_with_own_items != ranks or not own_items > 0:

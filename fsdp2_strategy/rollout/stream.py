@@ -478,6 +478,11 @@ def weight_checksums(stream: Iterable[tuple[str, torch.Tensor]] | Mapping[str, t
         stream: pairs of name and tensor of an engine, a mapping of them, or `stream_weights`, which is collective. Both
             sides need the same dtypes: pass ``dtype`` to `stream_weights` if the engine does not hold bfloat16.
     """
+    if isinstance(stream, nn.Module) or not isinstance(stream, Iterable):
+        raise RolloutError(
+            f"cannot compute checksums: got a {type(stream).__name__}, expected pairs of name and tensor. Pass "
+            "stream_weights(model)."
+        )
     pairs = stream.items() if isinstance(stream, Mapping) else stream
     return {name: _checksum(tensor) for name, tensor in pairs}
 

@@ -67,6 +67,7 @@ from fsdp2_strategy.distributed.torch_internals import (
     tree_leaves,
 )
 from fsdp2_strategy.errors import ShardError, some
+from fsdp2_strategy.model.failed_passes import record_failed_pass, reset_after_failed_forward
 from fsdp2_strategy.sharding.activation_checkpointing import decoders, is_cache
 from fsdp2_strategy.sharding.prefetch import PrefetchOrder
 
@@ -159,6 +160,7 @@ class BypassHooks:
         """
         if self._depth:
             return method(*args, **kwargs)
+        reset_after_failed_forward(self._root)
         state = fsdp_state_of(self._root)
         args, kwargs = run_pre_forward(state, self._root, args, kwargs)
         self._enter(name)
@@ -170,6 +172,7 @@ class BypassHooks:
             for each in (state, *param_groups_of(state)):  # so that FSDP2 treats the next pass as a new pass
                 mark_idle(each)
             forget_forward_root(state)
+            record_failed_pass(self._root, "forward")
             raise
         return run_post_forward(state, self._root, args, output)
 

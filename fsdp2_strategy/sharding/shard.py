@@ -8,7 +8,7 @@ fully_shard, inner units first -> prefetch order -> entry points.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -31,6 +31,7 @@ from fsdp2_strategy.distributed.mesh import (
 from fsdp2_strategy.distributed.torch_internals import module_of
 from fsdp2_strategy.errors import MeshError, ShardError, counted, some
 from fsdp2_strategy.model.buffers import remember_buffers
+from fsdp2_strategy.model.failed_passes import watch_passes
 from fsdp2_strategy.model.fingerprint import store_initial_sums
 from fsdp2_strategy.model.fsdp_state import class_name, is_sharded, parameter_groups, reshard
 from fsdp2_strategy.model.names import clean
@@ -155,6 +156,14 @@ def shard_model(
             (see `plan_experts`), the ranks hold different models, the model was sharded for inference before and
             ``is_training`` is set, or it was sharded with other sizes or another plan of tensor or expert parallelism.
     """
+    _check_kinds(
+        mesh,
+        keep_fp32=keep_fp32,
+        block_class_names=block_class_names,
+        ignored_modules=ignored_modules,
+        forward_methods=forward_methods,
+        activation_checkpointing=() if isinstance(activation_checkpointing, bool) else activation_checkpointing,
+    )
     root = unwrap_model(model)
     if is_sharded(root):
         _check_sharded(root, mesh, tensor_parallel_plan, expert_parallel_size, is_training=is_training)
@@ -230,9 +239,7 @@ def shard_model(
             if masters_in_optimizer:
                 reduce_to_fp32(param_group)
         _add_collective_hooks(plan)
-        if not (plan.policy and plan.policy.bypassed):
-            kinds = {unit.module: unit.kind for unit in plan.units}
-            hooks.on_bypass = SkippedUnits(root, kinds, ignored).exclude
+        _add_hooks_for_skipped(plan, hooks)
         hooks.add_entry_points((*forward_methods, *plan.entry_points), _prefetch_order(plan, prefetch_depth))
         state = model_state(root)
         state.set(_IS_FOR_TRAINING, is_training)
@@ -243,11 +250,21 @@ def shard_model(
     return model
 
 
+def _check_kinds(mesh: object, **lists: object) -> None:
+    """Raise ShardError if the mesh or a list of names is of another kind; text would be taken for its characters."""
+    if not isinstance(mesh, DeviceMesh | None):
+        raise ShardError(f"cannot shard a model: the mesh is {mesh!r}, expected a mesh. Pass build_mesh(shard_size).")
+    for name, value in lists.items():
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            raise ShardError(f"cannot shard a model: {name} is {value!r}, expected a list of names. Pass a list.")
+
+
 def _finish(root: nn.Module, layers: TensorPlan | None, *, is_training: bool) -> None:
     """Store what later calls need to know of a model that is sharded, and add the hooks that check its passes."""
     if is_training:
         model_state(root).set(_DTYPES, {name: parameter.dtype for name, parameter in root.named_parameters()})
     root.register_forward_hook(partial(after_forward, class_name(root)), always_call=True)
+    watch_passes(root)
     register_wrapper(root)
     _add_checks(root, layers)
     remember_buffers(root)
@@ -426,6 +443,13 @@ def _add_collective_hooks(plan: ShardPlan) -> None:
     if plan.mixed_mm_data == "replicate":
         exclude_from_prefetch(param_groups[encoder.module])
     add_zero_gradients(plan.model, [param_groups[m] for m in of_images if m in param_groups])
+
+
+def _add_hooks_for_skipped(plan: ShardPlan, hooks: BypassHooks) -> None:
+    """Register the hooks of units that some ranks skip, unless the forward of the blocks is bypassed."""
+    if not (plan.policy and plan.policy.bypassed):
+        kinds = {unit.module: unit.kind for unit in plan.units}
+        hooks.on_bypass = SkippedUnits(plan.model, kinds, [unit.module for unit in plan.ignored]).exclude
 
 
 def _add_cast_hooks(plan: ShardPlan) -> None:

@@ -21,8 +21,8 @@ from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.preemption import Preemption
 from fsdp2_strategy.distributed.progress import Progress
 from fsdp2_strategy.errors import StepError, counted
-from fsdp2_strategy.model.gradients import clear_gradients
 from fsdp2_strategy.optim.step import StepResult
+from fsdp2_strategy.optim.zero_grad import discard_gradients
 from fsdp2_strategy.vla.epochs import Epochs
 from fsdp2_strategy.vla.metrics import VLAMetrics
 from fsdp2_strategy.vla.parameter_groups import GROUPS
@@ -156,8 +156,7 @@ class Loop:
         if pending := strategy.pending_micro_batches:
             message = "dropping the last %s: an optimizer step needs %d"
             log(message, counted(pending, "micro-batch", "es"), strategy.grad_accumulation_steps)
-            clear_gradients(strategy.vla)
-            strategy.pending_micro_batches = 0
+            discard_gradients(strategy.vla)
 
 
 def _is_number(value: object) -> bool:

@@ -5,6 +5,7 @@ Input: an empty folder that all ranks share. Output: the error that the user get
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from argparse import Namespace
@@ -446,6 +447,30 @@ def a_mistyped_option_of_the_optimizer(folder):
 
 
 @mistake(
+    "cannot build an optimizer: lr is '1e-4', expected a finite number at least 0",
+    OptimizerError,
+    "YAML reads `1e-4` as text.",
+    "Write `1.0e-4`, or convert the value with `float`.",
+)
+def a_learning_rate_as_text(folder):
+    strategy = strategy_for()
+    model = strategy.prepare_model(build("llama"), is_training=True)
+    strategy.create_optimizer(model, lr="1e-4")
+
+
+@mistake(
+    "cannot use this model: it is a generator, expected an nn.Module",
+    ArgumentError,
+    "`model.parameters()` was passed in place of the model.",
+    "Pass the model; choose parameters with `param_groups`.",
+)
+def parameters_in_place_of_the_model(folder):
+    strategy = strategy_for()
+    model = strategy.prepare_model(build("llama"), is_training=True)
+    strategy.create_optimizer(model.parameters(), lr=1e-4)
+
+
+@mistake(
     "cosin",
     OptimizerError,
     "The name of a schedule is mistyped.",
@@ -531,6 +556,92 @@ def an_optimizer_from_before_prepare(folder):
 
 
 @mistake(
+    "is not sharded, so each of the 2 ranks would train a copy of its own",
+    StepError,
+    "`prepare_model` was not called for the model that is trained.",
+    "Call `prepare_model(model, is_training=True)`, and train the model that it returns.",
+)
+def a_model_that_was_not_prepared(folder):
+    strategy = strategy_for()
+    model = build("llama")
+    optimizer = strategy.create_optimizer(model, lr=1e-3)
+    strategy.backward(loss_of("llama", model, batch_of("llama", 0, dist.get_rank())), model, optimizer)
+
+
+@mistake(
+    "zero_grad is ignored between the micro-batches of a step",
+    None,
+    "The loop calls `optimizer.zero_grad()` at its top, and a step has several micro-batches.",
+    "Remove the call: `optimizer_step` clears the gradients. To drop them, call `discard_gradients(model)`.",
+)
+def zero_grad_at_the_top_of_the_loop(folder):
+    strategy = strategy_for(gradient_accumulation_steps=2)
+    model, optimizer, scheduler = prepared(strategy)
+    for step in range(2):
+        optimizer.zero_grad()
+        strategy.backward(loss_of("llama", model, batch_of("llama", step, dist.get_rank())), model, optimizer)
+        strategy.optimizer_step(optimizer, model, scheduler)
+
+
+@mistake(
+    "a pass has raised; its units are reset, and the gradients of this step are discarded",
+    None,
+    "The program has caught the error of a forward or backward pass, and trains on.",
+    "Nothing, if all ranks skip the same batch. Otherwise end the program.",
+)
+def an_error_in_a_pass_that_is_caught(folder):
+    strategy = strategy_for()
+    model, optimizer, _ = prepared(strategy)
+    with contextlib.suppress(IndexError):
+        model(input_ids=torch.full((1, 4), 10**6))  # an unknown token
+    optimizer.zero_grad()
+    strategy.backward(loss_of("llama", model, batch_of("llama", 0, dist.get_rank())), model, optimizer)
+    strategy.optimizer_step(optimizer, model)
+
+
+@mistake(
+    "the loss was the same on all ranks: they seem to train on the same batches",
+    None,
+    "A `DataLoader` with `shuffle=True` draws the same batches on all ranks, because all have the same seed.",
+    "Use `ResumableLoader` or `setup_dataloader`, which give each rank its part.",
+)
+def the_same_batches_on_all_ranks(folder):
+    strategy = strategy_for()
+    model, optimizer, scheduler = prepared(strategy)
+    for step in range(6):
+        strategy.backward(loss_of("llama", model, batch_of("llama", step, 0)), model, optimizer)
+        strategy.optimizer_step(optimizer, model, scheduler)
+
+
+@mistake(
+    "cannot step: num_items_in_batch is 10.0 on rank 0, 11.0 on rank 1, expected the same on all ranks",
+    StepError,
+    "Each rank passes the number of its own items, where the sum over all ranks is meant.",
+    "Sum it over the ranks, or pass `num_items`, which each rank counts for itself.",
+)
+def a_number_of_items_of_each_rank(folder):
+    strategy = strategy_for()
+    model, optimizer, _ = prepared(strategy)
+    loss = loss_of("llama", model, batch_of("llama", 0, dist.get_rank()))
+    strategy.backward(loss, model, optimizer, num_items_in_batch=10 + dist.get_rank())
+    strategy.optimizer_step(optimizer, model)
+
+
+@mistake(
+    "cannot step: lr of parameter group 0 (decay) is 0.1 on rank 0, 0.2 on rank 1, expected the same on all ranks",
+    StepError,
+    "Ranks were started with other settings, or one of them changes the learning rate alone.",
+    "Start all ranks with the same settings.",
+)
+def other_learning_rates_on_each_rank(folder):
+    strategy = strategy_for()
+    model = strategy.prepare_model(build("llama"), is_training=True)
+    optimizer = strategy.create_optimizer(model, lr=0.1 * (1 + dist.get_rank()))
+    strategy.backward(loss_of("llama", model, batch_of("llama", 0, dist.get_rank())), model, optimizer)
+    strategy.optimizer_step(optimizer, model)
+
+
+@mistake(
     "the loss has no autograd graph, expected one",
     StepError,
     "The loss was computed under `torch.no_grad`, or detached.",
@@ -592,6 +703,45 @@ def a_schedule_that_is_never_stepped(folder):
     model, optimizer, _ = prepared(strategy)
     train(strategy, model, optimizer, None, range(2))
     strategy.save_ckpt(model, folder / "ckpts")
+
+
+@mistake(
+    "the LambdaLR sets the learning rates of another AdamW",
+    StepError,
+    "The schedule was created for an optimizer that another `create_optimizer` has replaced.",
+    "Create it again with `create_scheduler`, for the optimizer in use.",
+)
+def a_schedule_of_another_optimizer(folder):
+    strategy = strategy_for()
+    model, _, scheduler = prepared(strategy)
+    optimizer = strategy.create_optimizer(model, lr=1e-3)
+    train(strategy, model, optimizer, scheduler, range(1))
+
+
+@mistake(
+    "the program has stepped the LambdaLR 1 time since the last optimizer step, and optimizer_step steps it, too",
+    None,
+    "The loop calls `scheduler.step()`, and passes the schedule to `optimizer_step`.",
+    "Remove `scheduler.step()`.",
+)
+def a_schedule_that_is_stepped_twice(folder):
+    strategy = strategy_for()
+    model, optimizer, scheduler = prepared(strategy)
+    for step in range(2):
+        train(strategy, model, optimizer, scheduler, [step])
+        scheduler.step()
+
+
+@mistake(
+    "cannot step the ReduceLROnPlateau with the optimizer: its step needs metrics",
+    StepError,
+    "`optimizer_step` has no metric to pass to the schedule.",
+    "Step it yourself after each evaluation, and pass `scheduler=` to `save_ckpt` and `load_ckpt`.",
+)
+def a_schedule_that_needs_a_metric(folder):
+    strategy = strategy_for()
+    model, optimizer, _ = prepared(strategy)
+    train(strategy, model, optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), range(1))
 
 
 @mistake(
@@ -1176,6 +1326,22 @@ def a_truncated_file(folder):
 def the_checkpoint_of_another_model(folder):
     strategy, *_ = saved(folder)
     model, *_ = prepared(strategy, "gpt2")
+    strategy.load_ckpt(model, folder / "ckpts")
+
+
+@mistake(
+    "the checkpoint replaces lr 0.5 by 0.01",
+    None,
+    "`load_ckpt` restores the learning rate of the checkpoint, and the program has asked for another one.",
+    "Pass `load_lr_scheduler_states=False` to keep the new learning rate.",
+)
+def another_learning_rate_than_that_of_the_checkpoint(folder):
+    strategy = strategy_for()
+    model = strategy.prepare_model(build("llama"), is_training=True)
+    strategy.create_optimizer(model, lr=0.01)
+    strategy.save_ckpt(model, folder / "ckpts")
+    model = strategy.prepare_model(build("llama"), is_training=True)
+    strategy.create_optimizer(model, lr=0.5)
     strategy.load_ckpt(model, folder / "ckpts")
 
 

@@ -21,6 +21,7 @@ from fsdp2_strategy.errors import ConfigError
 from fsdp2_strategy.optim.groups import split_groups
 from fsdp2_strategy.optim.masters import FSDPadaptOptimizer
 from fsdp2_strategy.optim.step import forbid_direct_steps
+from fsdp2_strategy.optim.zero_grad import watch_optimizer
 from fsdp2_strategy.strategy import FSDPV2Strategy
 
 
@@ -30,10 +31,11 @@ class TrainerStrategy(FSDPV2Strategy):
     def start_step(self, model: nn.Module, micro_batches: int) -> None:
         """Declare the number of micro-batches of the coming step; not collective.
 
-        Backward passes of a step that the trainer has left early are forgotten.
+        Backward passes of a step that the trainer has left early are forgotten, with their gradients.
         """
         accumulation = self._state_of(model).accumulation
-        accumulation.reset()
+        if accumulation.is_pending:
+            self.discard_gradients(model)
         accumulation.declared = micro_batches
 
     def use_optimizer(self, model: nn.Module, optimizer: Optimizer) -> Optimizer:
@@ -46,6 +48,7 @@ class TrainerStrategy(FSDPV2Strategy):
         if self.config.use_mp_opt:
             optimizer = FSDPadaptOptimizer(optimizer)
         forbid_direct_steps(optimizer)
+        watch_optimizer(optimizer, model)
         self._state_of(model).optimizer = optimizer
         return optimizer
 

@@ -19,9 +19,8 @@ import torch.distributed as dist
 from fsdp2_strategy.compat.verl import checkpoints, settings
 from fsdp2_strategy.compat.verl import names as verl
 from fsdp2_strategy.model.fsdp_state import reshard
-from fsdp2_strategy.model.gradients import clear_gradients
-from fsdp2_strategy.optim.accumulation import accumulation_of
 from fsdp2_strategy.optim.groups import split_groups
+from fsdp2_strategy.optim.zero_grad import discard_gradients
 from fsdp2_strategy.rollout.stream import stream_adapter, stream_weights
 from fsdp2_strategy.strategy import FSDPV2Strategy
 
@@ -164,8 +163,7 @@ class StrategyEngine(verl.FSDPEngineWithLMHead):  # type: ignore[misc]
 
     def optimizer_zero_grad(self) -> None:
         """Clear the gradients, and forget the micro-batches that computed them; not collective."""
-        clear_gradients(self.module)
-        accumulation_of(self.module).reset()
+        discard_gradients(self.module)
 
     def optimizer_step(self) -> float | None:
         """Clip the gradients and step, or skip if their norm is not finite, and return the norm; collective."""
