@@ -24,7 +24,7 @@ import transformers
 from helpers import trainers
 from helpers.reference import CountCollectives, full_parameters
 from helpers.trainers import KINDS, fsdp2_on_cpu, launched, logged, trainer_of, write_model
-from helpers.worlds import some, some_rows
+from helpers.worlds import some, some_rows, worlds
 from huggingface_hub.utils import filter_repo_objects
 from transformers import (
     AutoModelForCausalLM,
@@ -78,6 +78,17 @@ def test_a_trainer_computes_what_it_computes_without_sharding(tmp_path, kind, lo
     for name, parameter in expected.accelerator.unwrap_model(expected.model).named_parameters():
         assert weights[name].requires_grad == parameter.requires_grad
         torch.testing.assert_close(full[name], parameter.detach(), rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("world", worlds(1, 2, 3, usual=(1, 2)))
+@pytest.mark.parametrize("lora", some([False, True], [False]), ids=["full", "lora"])
+def test_smoothed_labels_are_shifted_as_without_sharding(tmp_path, world, lora):
+    model = write_model(tmp_path / "model")
+    options = {"label_smoothing_factor": 0.1, "lora": lora, "max_steps": 4}
+    expected = run("plain", published, model, tmp_path / "ddp", **options)
+    ours = run("plain", with_fsdp2, model, tmp_path / "ours", **options)
+    for now, then in zip(logged(ours), logged(expected), strict=True):
+        assert now == pytest.approx(then, rel=1e-5, abs=1e-6)
 
 
 ACCELERATE = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
 from fsdp2_strategy.distributed.mesh import build_mesh, data_parallel_mesh
 from fsdp2_strategy.distributed.process_group import current_device
 from fsdp2_strategy.errors import ShardError
-from fsdp2_strategy.hf.skeleton import keep_recorded_outputs
+from fsdp2_strategy.model.fsdp_state import keep_class_name
 from fsdp2_strategy.model.gradients import average_gradient
 from fsdp2_strategy.sharding.plan import ShardPlan, Unit
 from fsdp2_strategy.sharding.precision import Precision
@@ -59,7 +59,7 @@ def shard_units(
             unit.module.register_forward_hook(_reshard_without_backward)
     shard(plan.model, mp_policy=root_policy, reshard_after_forward=_reshard_of_root(reshard_after_forward))
     for module in (plan.model, *(unit.module for unit in plan.units)):
-        keep_recorded_outputs(module)
+        keep_class_name(module)
 
 
 def check_reshard(reshard_after_forward: bool | int, shard_size: int) -> bool | int:
