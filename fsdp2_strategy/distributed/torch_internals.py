@@ -117,6 +117,7 @@ def prefetch_for_forward(state: FSDPState) -> None:
 
 UNIT_CALLS = {
     "gather": "unshard",
+    "finish gather": "wait_for_unshard",
     "gather for forward": "pre_forward",
     "reduce": "post_backward",
     "choose gradient dtypes": "_init_mp_dtypes",

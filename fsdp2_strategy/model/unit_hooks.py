@@ -21,6 +21,7 @@ Around = Callable[..., Any]
 ORDER: dict[str, tuple[str, ...]] = {
     # Run the offload hook first: it must raise before the divergence check waits for other ranks.
     "gather": ("offload", "divergence"),
+    "finish gather": ("inference mode",),
     "gather for forward": ("prefetch order",),
     # Run "unequal gradients" first: it adds zero gradients for parameters that only other ranks used, and the other
     # hooks check the gradients to reduce.
