@@ -7,6 +7,7 @@
 # make dist       the files of a release, for a package index
 # make sweep      tests on all model types of transformers and all tutorials, longer than CI has time for
 # make peers      the tests that run the own code of LeRobot, VITRA and LightRFT
+# make suites     TRL's and transformers' own tests of their trainers, with our trainers
 # make lowest     core tests, with the lowest versions of other packages
 # make test-matrix  core tests, with the lowest and highest versions of Python, torch and other packages
 # Each sets up its own virtual environment in .venv first. torch comes before the rest and with a fixed version: an
@@ -17,7 +18,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: test test-full docs test-matrix lowest sweep peers big demo grpo robot lint bench gpu dist format clean
+.PHONY: test test-full docs test-matrix lowest sweep peers suites big demo grpo robot lint bench gpu dist format clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -90,6 +91,14 @@ peers: .venv-peers/installed .venv/installed
 	.venv-peers/bin/python -c "import lerobot.policies"
 	.venv-peers/bin/python -m pytest tests/test_peers_lerobot*.py tests/test_peers_vitra.py
 	$(BIN)/python -m pytest tests/test_peers_lightrft.py
+
+# The suites of TRL and transformers with our trainers, on checkouts of the installed versions: FSDP2_PEERS/trl and
+# FSDP2_PEERS/transformers. They load tiny models from the Hub.
+SUITES ?=
+SUITES_FLAGS ?=
+
+suites: .venv/installed
+	HF_HUB_OFFLINE=0 PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(BIN)/python -m helpers.suites.run $(SUITES) $(SUITES_FLAGS)
 
 demo: .venv/installed
 	$(BIN)/python docs/examples/demo.py

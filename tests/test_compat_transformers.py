@@ -720,3 +720,22 @@ def test_computed_prompts_are_refused_before_training_and_prompts_are_saved_and_
     computed = with_prompts(peft.PromptEncoderConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
     with pytest.raises(CheckpointError, match=r"PromptEncoder computes its prompts.*Use prompt tuning"):
         run("plain", computed, model, tmp_path / "computed", **options)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("bf16", some([False, True], [False]), ids=["fp32", "bf16"])
+@pytest.mark.parametrize("tied", some([False, True], [True]), ids=["untied", "tied"])
+def test_a_head_that_trl_casts_to_fp32_trains(tmp_path, tied, bf16):
+    model = write_model(tmp_path / "model", tie_word_embeddings=tied, dtype="bfloat16")
+
+    def in_bf16(cls):
+        class InBf16(cls):
+            def __init__(self, *args, **kwargs):
+                super().__init__(*args, **kwargs | {"model": kwargs["model"].bfloat16()})
+
+        return with_fsdp2(InBf16)
+
+    options = {"cast_lm_head_to_fp32": True, "max_steps": 2, "bf16": bf16}
+    trainer = run("grpo", in_bf16, model, tmp_path / "run", **options)
+    assert trainer.model.lm_head.weight.dtype == torch.float32
+    assert all(norm > 0 for _, norm in logged(trainer))
