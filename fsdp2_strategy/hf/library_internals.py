@@ -96,6 +96,14 @@ def set_weights_of_engine(engine: Any, weights: Callable[[], Iterator[tuple[str,
     engine._iter_named_params = weights
 
 
+def drop_casts_of_embeddings(model: nn.Module) -> None:
+    """Remove the hook with which TRL's ``cast_lm_head_to_fp32`` casts the outputs of a tied embedding."""
+    for module in model.modules():
+        for key, hook in list(module._forward_hooks.items()):
+            if getattr(hook, "__name__", "") == "cast_outputs_to_original_dtype":
+                del module._forward_hooks[key]
+
+
 def wrap_checkpointing(block: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replace the function with which transformers checkpoints a block, once, if checkpointing is enabled.
 

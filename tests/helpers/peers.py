@@ -1,8 +1,8 @@
 """Find the published code of other systems, for tests that run against it; nothing of it is part of this repository.
 
-LeRobot is the package of the registry, which `make peers` installs. LightRFT and VITRA have no package, and those of TRL
-and transformers lack their tests: `FSDP2_PEERS` names a folder with a checkout of each. Without it, the tests of these
-systems are skipped.
+LeRobot is the package of the registry, which `make peers` installs. LightRFT and VITRA have no package, and those of
+TRL and transformers lack their tests: `FSDP2_PEERS` names a folder with a checkout of each. Without it, the tests of
+these systems are skipped.
 """
 
 from __future__ import annotations

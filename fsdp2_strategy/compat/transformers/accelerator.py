@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from fsdp2_strategy.compat.transformers.sample_order import SampleOrder
 from fsdp2_strategy.errors import ConfigError
+from fsdp2_strategy.hf.library_internals import drop_casts_of_embeddings
 from fsdp2_strategy.hf.peft.methods import check_exportable_prompts
 from fsdp2_strategy.model.fsdp_state import reshard
 from fsdp2_strategy.model.wrappers import unwrap_model
@@ -96,6 +97,8 @@ class ShardingAccelerator(Accelerator):  # type: ignore[misc]
         is_trained = model is self.trained_model() and any(p.requires_grad for p in model.parameters())
         if is_trained:
             check_exportable_prompts(model)  # before hours of training, and not at the first save
+            if not (self.strategy.config.bf16 or self.strategy.config.fp16):
+                drop_casts_of_embeddings(model)  # to the dtype that the blocks had: they train in fp32
         self.strategy.prepare_model(model, is_training=is_trained)
         self._prepared.add(unwrap_model(model))
         if not any(model is other for other in self._models):
