@@ -129,7 +129,7 @@ class SampleOrder:
 def _generators_of(sampler: object) -> list[torch.Generator]:
     """Return the generators that a sampler, or a sampler within it, keeps."""
     found: list[torch.Generator] = []
-    for value in vars(sampler).values():
+    for value in getattr(sampler, "__dict__", {}).values():  # a class with slots keeps nothing there
         if isinstance(value, torch.Generator):
             found.append(value)
         elif isinstance(value, Sampler):
