@@ -6,7 +6,8 @@
 # make big        runs of a real size, 16 GB
 # make dist       the files of a release, for a package index
 # make sweep      tests on all model types of transformers and all tutorials, longer than CI has time for
-# make peers      the tests that run the own code of LeRobot and VITRA
+# make peers      the tests that run the own code of LeRobot, VITRA and LightRFT
+# make suites     TRL's and transformers' own tests of their trainers, with our trainers
 # make lowest     core tests, with the lowest versions of other packages
 # make test-matrix  core tests, with the lowest and highest versions of Python, torch and other packages
 # Each sets up its own virtual environment in .venv first. torch comes before the rest and with a fixed version: an
@@ -17,7 +18,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: test test-full docs test-matrix lowest sweep peers big demo grpo robot lint bench gpu dist format clean
+.PHONY: test test-full docs test-matrix lowest sweep peers suites big demo grpo robot lint bench gpu dist format clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -65,29 +66,39 @@ sweep: .venv/installed
 big: .venv/installed
 	$(BIN)/python -m pytest -m big tests/test_big.py
 
-# LeRobot needs Python 3.12 and other versions of torch and transformers than .venv has. VITRA's code runs there, too,
-# also with the versions of transformers that it was written for and that are newer.
+# LeRobot's package needs Python 3.12 and other versions of torch and transformers than .venv has. VITRA's code runs
+# there, too, also with the versions of transformers that it was written for and that are newer. LightRFT's code runs in
+# .venv. FSDP2_PEERS names a folder with checkouts: lightrft/ (opendilab/LightRFT), vitra/ (microsoft/VITRA); without
+# it, their tests are skipped, and say so.
 PEERS_PYTHON ?= $(shell for each in python3.12 python3.13; do $$each -c "" 2>/dev/null && echo $$each && break; done)
-FSDP2_PEERS ?= $(abspath ../shared/peers)
 export FSDP2_PEERS
 
 .venv-peers/installed: pyproject.toml
+ifeq ($(PEERS_PYTHON),)
+	@echo "make peers needs Python 3.12 or 3.13, which LeRobot requires: set PEERS_PYTHON" && exit 1
+endif
 	$(PEERS_PYTHON) -m venv .venv-peers
 	.venv-peers/bin/pip install --quiet torch==2.11.0 torchvision==0.26.0
 	.venv-peers/bin/pip install --quiet --editable '.[peers]'
+	.venv-peers/bin/pip install --quiet --no-deps 'lerobot>=0.6.1,<0.7'
 	.venv-peers/bin/pip install --quiet --no-deps --target .venv-peers/transformers-4.47.1 \
 		transformers==4.47.1 tokenizers==0.21.4 huggingface-hub==0.36.0
 	.venv-peers/bin/pip install --quiet --no-deps --target .venv-peers/transformers-5.24.0 \
 		transformers==5.24.0 'tokenizers>=0.23.1,<0.24'
 	touch $@
 
-ifneq ($(and $(PEERS_PYTHON),$(wildcard $(FSDP2_PEERS)/lerobot)),)
-peers: .venv-peers/installed
-	PYTHONPATH=$(FSDP2_PEERS)/lerobot/src .venv-peers/bin/python -m pytest tests/test_peers_lerobot*.py tests/test_peers_vitra.py
-else
-peers:
-	@echo "skipped: make peers needs Python 3.12 or 3.13 (PEERS_PYTHON), and LeRobot's source in FSDP2_PEERS"
-endif
+peers: .venv-peers/installed .venv/installed
+	.venv-peers/bin/python -c "import lerobot.policies"
+	.venv-peers/bin/python -m pytest tests/test_peers_lerobot*.py tests/test_peers_vitra.py
+	$(BIN)/python -m pytest tests/test_peers_lightrft.py
+
+# The suites of TRL and transformers with our trainers, on checkouts of the installed versions: FSDP2_PEERS/trl and
+# FSDP2_PEERS/transformers. They load tiny models from the Hub.
+SUITES ?=
+SUITES_FLAGS ?=
+
+suites: .venv/installed
+	HF_HUB_OFFLINE=0 PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(BIN)/python -m helpers.suites.run $(SUITES) $(SUITES_FLAGS)
 
 demo: .venv/installed
 	$(BIN)/python docs/examples/demo.py

@@ -52,6 +52,17 @@ CONFIGURES = [
     ({"distributed_type": "NO"}, WHOLE),
     ({"distributed_type": False}, WHOLE),  # NO without quotes
     ({**FSDP, "compute_environment": "LOCAL_MACHINE"}, {}),
+    (fsdp(fsdp_version=2, fsdp_sharding_strategy="NO_SHARD"), {}),
+    (fsdp(fsdp_version="2", fsdp_sharding_strategy=3), {}),
+    (fsdp(fsdp_version=2, fsdp_sharding_strategy="HYBRID_SHARD"), {}),
+    (
+        fsdp(fsdp_version=2, fsdp_sharding_strategy="NO_SHARD", fsdp_reshard_after_forward=False),
+        {"reshard_after_forward": False},
+    ),
+    (fsdp(fsdp_version=1, fsdp_sharding_strategy="NO_SHARD"), {"shard_size": 1, "reshard_after_forward": False}),
+    (fsdp(fsdp_limit_all_gathers=True), {}),
+    (fsdp(fsdp_limit_all_gathers=False), {}),
+    ({**fsdp(fsdp_new_option=None, debug=None), "dynamo_config": {"x": None}, "parallelism_config": {"y": None}}, {}),
     ({**FSDP, "mixed_precision": "no"}, {}),
     ({**FSDP, "mixed_precision": False}, {}),
     ({**FSDP, "mixed_precision": "bf16"}, {"bf16": True}),
@@ -160,6 +171,7 @@ REPORTED = [
     ("fsdp_backward_prefetch", "BACKWARD_PRE", logging.INFO, "prefetch_depth"),
     ("fsdp_backward_prefetch", 2, logging.WARNING, "prefetch_depth"),
     ("fsdp_backward_prefetch_policy", "NO_PREFETCH", logging.WARNING, "prefetch_depth"),
+    ("fsdp_limit_all_gathers", False, logging.INFO, "reuses the memory"),
     ("fsdp_forward_prefetch", False, logging.INFO, "prefetch_depth=1"),
     ("fsdp_forward_prefetch", True, logging.WARNING, "prefetch_depth=1"),
     ("fsdp_state_dict_type", "FULL_STATE_DICT", logging.INFO, "each rank writes"),
@@ -228,6 +240,16 @@ def test_one_record_lists_all_and_nothing_to_say_makes_none(tmp_path, caplog):
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert all(f"\n  {name} (" in record.getMessage() for name in keys)
+
+
+@pytest.mark.parametrize("strategy", ["NO_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "FULL_SHARD"])
+def test_a_strategy_of_version_1_in_a_file_of_version_2_is_reported_as_ignored(tmp_path, caplog, strategy):
+    with caplog.at_level("INFO"):
+        StrategyConfig.from_accelerate(written(tmp_path, fsdp(fsdp_version=2, fsdp_sharding_strategy=strategy)))
+    (record,) = caplog.records
+    assert record.levelno == (logging.INFO if strategy == "FULL_SHARD" else logging.WARNING)
+    assert f"fsdp_sharding_strategy ({strategy}): ignored as by accelerate" in record.getMessage()
+    assert "MULTI_GPU to replicate the model" in record.getMessage()
 
 
 def test_what_accelerate_does_not_look_at_does_not_count(tmp_path, caplog):

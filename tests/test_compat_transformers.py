@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 import transformers
 from helpers import trainers
-from helpers.reference import CountCollectives, full_parameters
+from helpers.reference import CountCollectives, full, full_parameters
 from helpers.trainers import KINDS, fsdp2_on_cpu, launched, logged, trainer_of, write_model
-from helpers.worlds import some, some_rows
+from helpers.worlds import some, some_rows, worlds
 from huggingface_hub.utils import filter_repo_objects
 from transformers import (
     AutoModelForCausalLM,
@@ -78,6 +78,17 @@ def test_a_trainer_computes_what_it_computes_without_sharding(tmp_path, kind, lo
     for name, parameter in expected.accelerator.unwrap_model(expected.model).named_parameters():
         assert weights[name].requires_grad == parameter.requires_grad
         torch.testing.assert_close(full[name], parameter.detach(), rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("world", worlds(1, 2, 3, usual=(1, 2)))
+@pytest.mark.parametrize("lora", some([False, True], [False]), ids=["full", "lora"])
+def test_smoothed_labels_are_shifted_as_without_sharding(tmp_path, world, lora):
+    model = write_model(tmp_path / "model")
+    options = {"label_smoothing_factor": 0.1, "lora": lora, "max_steps": 4}
+    expected = run("plain", published, model, tmp_path / "ddp", **options)
+    ours = run("plain", with_fsdp2, model, tmp_path / "ours", **options)
+    for now, then in zip(logged(ours), logged(expected), strict=True):
+        assert now == pytest.approx(then, rel=1e-5, abs=1e-6)
 
 
 ACCELERATE = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
@@ -601,3 +612,130 @@ def test_what_is_overridden_are_methods_of_the_installed_trainer():
     from trl.generation.vllm_generation import VLLMGeneration
 
     assert list(inspect.signature(VLLMGeneration._iter_named_params).parameters) == ["self"]
+
+
+@pytest.mark.ranks(2)
+def test_true_resumes_from_the_checkpoint_that_was_saved_last_and_not_from_the_highest_number(tmp_path):
+    model = write_model(tmp_path / "model")
+    saves = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    run("plain", with_fsdp2, model, tmp_path / "run", **saves)
+    middle = str(tmp_path / "run" / "checkpoint-2")
+    run("plain", with_fsdp2, model, tmp_path / "run", resume=middle, **saves | {"save_steps": 1, "max_steps": 3})
+    assert [c.tag for c in list_checkpoints(tmp_path / "run")] == ["checkpoint-2", "checkpoint-4", "checkpoint-3"]
+    seen = []
+
+    class Begin(transformers.TrainerCallback):
+        def on_train_begin(self, _args, state, *_, **__):
+            seen.append(state.global_step)
+
+    with launched():
+        trainer = trainer_of("plain", with_fsdp2, model, tmp_path / "run", **saves | {"max_steps": 5})
+        trainer.add_callback(Begin())
+        trainer.train(resume_from_checkpoint=True)
+        empty = trainer_of("plain", with_fsdp2, model, tmp_path / "empty", **saves)
+        with pytest.raises(ValueError, match="No valid checkpoint found"):
+            empty.train(resume_from_checkpoint=True)
+    assert seen == [3]
+
+
+class Gradients(transformers.TrainerCallback):
+    """Records the norm of the gradients that callbacks see."""
+
+    def __init__(self):
+        self.norms = []
+
+    def record(self, model):
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        self.norms.append(sum(full(gradient).double().square().sum().item() for gradient in gradients) ** 0.5)
+
+    def on_pre_optimizer_step(self, _args, _state, _control, model, **_):
+        self.record(model)
+
+    def on_optimizer_step(self, _args, _state, _control, model, **_):
+        self.record(model)
+
+    def on_step_end(self, _args, _state, _control, model, **_):
+        self.record(model)
+
+
+@pytest.mark.ranks(2)
+def test_callbacks_see_clipped_gradients_until_the_step_ends(tmp_path):
+    model = write_model(tmp_path / "model")
+    norms = []
+    for wrap in (published, with_fsdp2):
+        with launched():
+            trainer = trainer_of("plain", wrap, model, tmp_path / wrap.__name__, max_steps=2, max_grad_norm=0.1)
+            callback = Gradients()
+            trainer.add_callback(callback)
+            trainer.train()
+        norms.append(callback.norms)
+    assert norms[0][0] == norms[0][1] != 0 == norms[0][2]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", some(["dpo", "grpo"], ["dpo"]))
+def test_a_reference_model_that_is_synchronised_is_the_one_without_sharding(tmp_path, kind):
+    model = write_model(tmp_path / "model")
+    options = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.3, "max_steps": 5}
+    trainers_of = {}
+    for wrap in (published, with_fsdp2):
+        trainers_of[wrap] = run(kind, wrap, model, tmp_path / wrap.__name__, learning_rate=1e-2, **options)
+    if kind == "dpo":
+        for now, then in zip(*(logged(trainers_of[wrap]) for wrap in (with_fsdp2, published)), strict=True):
+            assert now == pytest.approx(then, rel=1e-4, abs=1e-6)
+    start = dict(LlamaForCausalLM.from_pretrained(model).named_parameters())
+    expected = dict(
+        trainers_of[published].accelerator.unwrap_model(trainers_of[published].ref_model).named_parameters()
+    )
+    for name, parameter in full_parameters(trainers_of[with_fsdp2].ref_model).items():
+        assert not torch.equal(parameter, start[name])
+        if kind == "dpo":
+            torch.testing.assert_close(parameter, expected[name].detach(), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.ranks(2)
+def test_computed_prompts_are_refused_before_training_and_prompts_are_saved_and_resumed(tmp_path):
+    model = write_model(tmp_path / "model")
+
+    def with_prompts(config):
+        def wrap(cls):
+            class Prompted(cls):
+                def __init__(self, *args, **kwargs):
+                    adapted = peft.get_peft_model(kwargs.pop("model"), config)
+                    super().__init__(*args, model=adapted, **kwargs)
+
+            return with_fsdp2(Prompted)
+
+        return wrap
+
+    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    tuned = with_prompts(peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
+    whole = run("plain", tuned, model, tmp_path / "run", **options)
+    again = run("plain", tuned, model, tmp_path / "run", resume=str(tmp_path / "run" / "checkpoint-2"), **options)
+    assert logged(again) == logged(whole)
+    loaded = peft.PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(model), tmp_path / "run" / "checkpoint-4")
+    prompts = full_parameters(whole.model)["prompt_encoder.default.embedding.weight"]
+    assert torch.equal(loaded.prompt_encoder.default.embedding.weight, prompts)
+    computed = with_prompts(peft.PromptEncoderConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
+    with pytest.raises(CheckpointError, match=r"PromptEncoder computes its prompts.*Use prompt tuning"):
+        run("plain", computed, model, tmp_path / "computed", **options)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("bf16", some([False, True], [False]), ids=["fp32", "bf16"])
+@pytest.mark.parametrize("tied", some([False, True], [True]), ids=["untied", "tied"])
+def test_a_head_that_trl_casts_to_fp32_trains(tmp_path, tied, bf16):
+    model = write_model(tmp_path / "model", tie_word_embeddings=tied, dtype="bfloat16")
+
+    def in_bf16(cls):
+        class InBf16(cls):
+            def __init__(self, *args, **kwargs):
+                super().__init__(*args, **kwargs | {"model": kwargs["model"].bfloat16()})
+
+        return with_fsdp2(InBf16)
+
+    options = {"cast_lm_head_to_fp32": True, "max_steps": 2, "bf16": bf16}
+    trainer = run("grpo", in_bf16, model, tmp_path / "run", **options)
+    assert trainer.model.lm_head.weight.dtype == torch.float32
+    assert all(norm > 0 for _, norm in logged(trainer))

@@ -183,26 +183,6 @@ def test_what_is_read_of_transformers_models_is_there_in_this_version():
     for name in (library_internals.LOADING_STEP, library_internals.LAST_STEP):
         assert hasattr(modeling_utils.PreTrainedModel, name), f"PreTrainedModel has no {name} any more"
     assert set(library_internals.no_split_class_names(model)) == {"LlamaDecoderLayer"}
-    assert library_internals.recorded_outputs(type(model.model)), "the registry of recorded outputs is another"
-
-
-def test_recorded_outputs_are_lent_while_a_pass_runs_and_no_longer():
-    class Renamed(nn.Module):
-        pass
-
-    original = type(build("llama").model)
-    before = library_internals.recorded_outputs(original)
-    for _ in range(2):
-        library_internals.register_recorded_outputs(Renamed, original)
-    library_internals.unregister_recorded_outputs(Renamed)
-    assert library_internals.recorded_outputs(Renamed) == before
-    library_internals.unregister_recorded_outputs(Renamed)
-    assert (
-        library_internals.recorded_outputs(Renamed) is None and library_internals.recorded_outputs(original) == before
-    )
-    library_internals.register_recorded_outputs(original, original)  # which has its own
-    library_internals.unregister_recorded_outputs(original)
-    assert library_internals.recorded_outputs(original) == before
 
 
 @pytest.mark.ranks(2)

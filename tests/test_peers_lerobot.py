@@ -11,13 +11,12 @@ import pytest
 import torch
 import transformers
 from helpers.models import VOCAB
-from helpers.peers import peer
+from helpers.peers import lerobot_package
 from torch import nn
 
 from fsdp2_strategy import find_blocks
 from fsdp2_strategy.sharding.known_policies import _registered
 
-LEROBOT = "lerobot/src/lerobot"
 TEXT = {"vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "pad_token_id": 0}
 TEXT |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
 VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -26,7 +25,7 @@ VISION |= {"image_size": 8, "patch_size": 4, "vision_use_head": False, "projecti
 
 def pi_gemma():
     """Import LeRobot's Gemma variants, which need nothing of LeRobot but the answer that transformers is there."""
-    source = peer(f"{LEROBOT}/policies/pi_gemma.py")
+    source = lerobot_package() / "policies" / "pi_gemma.py"
     stub = types.ModuleType("lerobot.utils.import_utils")
     stub._transformers_available = True
     packages = {name: types.ModuleType(name) for name in ("lerobot", "lerobot.utils")}
@@ -66,7 +65,7 @@ def test_every_layer_of_the_real_pi_policies_is_a_block(name):
 
 
 def test_the_table_of_policies_names_classes_that_lerobot_or_transformers_has():
-    policies = peer(f"{LEROBOT}/policies")
+    policies = lerobot_package() / "policies"
     trees = [ast.parse(path.read_text()) for path in policies.rglob("*.py")]
     classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     defined = {cls.name for cls in classes}

@@ -636,3 +636,19 @@ def test_units_that_are_models_themselves_still_give_out_hidden_states():
         hidden = root(**inputs, output_hidden_states=True).hidden_states
         assert len(hidden) == len(expected) == 3
         assert all(torch.equal(a, b) for a, b in zip(hidden, expected, strict=True))
+
+
+@pytest.mark.ranks(2)
+def test_a_frozen_model_computes_in_the_dtypes_of_its_weights_if_a_tied_weight_is_wider():
+    model = build("llama_tied").bfloat16().eval()
+    model.lm_head.float()  # the tied embedding, too
+    cast = lambda _module, _args, output: output.bfloat16()  # noqa: E731
+    model.model.embed_tokens.register_forward_hook(cast)
+    model.lm_head.register_forward_pre_hook(lambda _module, args: (args[0].float(),))
+    batch = batch_of("llama_tied", 0, 0)
+    with torch.no_grad():
+        expected = model(input_ids=batch["input_ids"]).logits
+        strategy_for().prepare_model(model)
+        assert model.lm_head.weight.dtype == torch.float32
+        assert model.model.norm.weight.dtype == torch.bfloat16
+        torch.testing.assert_close(model(input_ids=batch["input_ids"]).logits, expected)

@@ -537,6 +537,16 @@ def _find(load_dir: Path, tag: str | None, *, fallback: bool, trust: bool) -> tu
     return [], foreign
 
 
+def newest_committed(load_dir: Path) -> Path | None:
+    """Return the checkpoint of a directory that was saved last, or None; rank 0 calls it.
+
+    Raises:
+        DamageError: there are only checkpoints without a valid manifest.
+    """
+    paths = _committed(load_dir, None, fallback=False) if load_dir.is_dir() else []
+    return paths[0] if paths else None
+
+
 def _committed(load_dir: Path, tag: str | None, *, fallback: bool) -> list[Path]:
     """Return the checkpoint to load from a directory, followed by its fallbacks; nothing if another system wrote it.
 

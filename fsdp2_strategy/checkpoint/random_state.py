@@ -49,6 +49,18 @@ def load_rng(content: bytes) -> None:
     np.random.set_state(("MT19937", keys, position, has_gauss, tensors["numpy.cached"].item()))  # noqa: NPY002
 
 
+def host_generators() -> tuple[Any, Any, torch.Tensor]:
+    """Return the states of Python's, NumPy's and torch's generators on the CPU, in memory; fast."""
+    return random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()  # noqa: NPY002
+
+
+def set_host_generators(states: tuple[Any, Any, torch.Tensor]) -> None:
+    """Restore the result of `host_generators`."""
+    random.setstate(states[0])
+    np.random.set_state(states[1])  # noqa: NPY002
+    torch.set_rng_state(states[2])
+
+
 @contextmanager
 def forked_rng(seed: int) -> Iterator[None]:
     """Seed the generators for the block; after it, restore those that `rng_content` saves."""

@@ -69,6 +69,8 @@ def _flatten(content: Mapping[str, Any]) -> dict[str, Any]:
         for given_key, setting in section.items():
             key = str(given_key)
             full_key = key if key.startswith(prefix) else prefix + key
+            if setting is None:
+                continue  # accelerate writes unset options as null
             if full_key in known:
                 flat[full_key] = setting
             elif name in table.SECTIONS or full_key in table.KEYS or not table.is_off(setting):
@@ -106,7 +108,7 @@ def _ignored(settings: Mapping[str, Any]) -> set[str]:
 def _sharding(used: Mapping[str, Any]) -> dict[str, Any]:
     if used["distributed_type"] != "FSDP":
         return {"shard_size": 1, "reshard_after_forward": False}
-    fsdp1_strategy = used.get("fsdp_sharding_strategy")
+    fsdp1_strategy = None if _is_strategy_ignored(used) else used.get("fsdp_sharding_strategy")
     reshard = used.get("fsdp_reshard_after_forward", fsdp1_strategy or True)
     strategy = reshard if isinstance(reshard, str) else fsdp1_strategy
     if fsdp1_strategy not in (None, strategy):
@@ -117,6 +119,11 @@ def _sharding(used: Mapping[str, Any]) -> dict[str, Any]:
     reshards = reshard if isinstance(reshard, bool) else reshard in ("FULL_SHARD", "HYBRID_SHARD")
     sharding = {"shard_size": _shard_size(used, strategy), "reshard_after_forward": reshards}
     return sharding | {"sequence_parallel_size": _sequence_parallel_size(used)}
+
+
+def _is_strategy_ignored(used: Mapping[str, Any]) -> bool:
+    """Return whether ``fsdp_sharding_strategy`` is a leftover of version 1, which accelerate ignores in version 2."""
+    return used.get("fsdp_version") == "2" and "fsdp_sharding_strategy" in used
 
 
 def _sequence_parallel_size(used: Mapping[str, Any]) -> int:
@@ -182,6 +189,14 @@ def _log_differences(path: str | Path, used: Mapping[str, Any], ignored: set[str
     warnings = [name for name, value in used.items() if value in table.KEYS[name].warning_values]
     logged = [name for name, value in used.items() if name in warnings or value in table.KEYS[name].info_values]
     lines = [f"{name} ({used[name]}): {table.KEYS[name].text}" for name in logged]
+    if _is_strategy_ignored(used):
+        name = "fsdp_sharding_strategy"
+        lines[logged.index(name)] = (
+            f"{name} ({used[name]}): ignored as by accelerate, because fsdp_version is 2; `fsdp_reshard_after_forward` "
+            "and `parallelism_config` set the sharding. Leave it out, or set distributed_type: MULTI_GPU to replicate "
+            "the model"
+        )
+        warnings += [name] if used[name] != "FULL_SHARD" else []
     if without_fsdp := sorted(ignored & {*table.FSDP, *table.PARALLELISM}):
         warnings += without_fsdp
         reason = f"distributed_type is {used['distributed_type']}, not FSDP"

@@ -11,7 +11,7 @@ Input: nothing. Output: one table of keys, for `config.accelerate`; docs/coming_
 
 Top-level keys that are not in the table, such as those of DeepSpeed, Megatron, fp8, MPI, TPUs and SageMaker, are
 ignored if their value is empty or off, and raise otherwise. A key in the wrong nested mapping, or an unknown key in a
-nested mapping, always raises.
+nested mapping, raises unless its value is null.
 """
 
 from __future__ import annotations
@@ -206,7 +206,8 @@ FSDP: Mapping[str, Key] = {
     "fsdp_sharding_strategy": Key(
         "replaced",
         "`reshard_after_forward` (true for FULL_SHARD and HYBRID_SHARD) and `shard_size` (the ranks of a machine for "
-        "HYBRID_SHARD and HYBRID_SHARD_ZERO2, 1 for NO_SHARD), which are set from it",
+        "HYBRID_SHARD and HYBRID_SHARD_ZERO2, 1 for NO_SHARD), which are set from it; ignored with `fsdp_version: 2`, "
+        "as by accelerate",
         choice(*STRATEGIES, numbered=True),
         info_values=STRATEGIES,
     ),
@@ -258,6 +259,9 @@ FSDP: Mapping[str, Key] = {
         flag,
         info_values=(False,),
         warning_values=(True,),
+    ),
+    "fsdp_limit_all_gathers": Key(
+        "replaced", "nothing; FSDP2 reuses the memory of gathers without blocking the CPU", flag, info_values=(False,)
     ),
     "fsdp_state_dict_type": Key(
         "replaced",

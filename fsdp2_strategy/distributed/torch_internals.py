@@ -132,6 +132,7 @@ def prefetch_for_forward(state: FSDPState) -> None:
 
 UNIT_CALLS = {
     "gather": "unshard",
+    "finish gather": "wait_for_unshard",
     "gather for forward": "pre_forward",
     "hook inputs for reduce": "_register_post_backward_hook",
     "reduce": "post_backward",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from threading import Lock
 from typing import Any
 
 import torch
@@ -89,39 +88,20 @@ def reset_caches(layer: Any) -> None:
     layer._caches = {}
 
 
-# --- recorded outputs -----------------------------------------------------------------------------------------------
-
-_lock = Lock()
-_users: dict[str, int] = {}
-"""For each class that was given the entry of another class: the number of its forward passes that are running."""
-
-
-def recorded_outputs(cls: type[nn.Module]) -> Any:
-    """Return the registry entry of a class: which outputs transformers can record; None if there is no entry."""
-    return dict.get(_registry(), str(cls))
-
-
-def register_recorded_outputs(cls: type[nn.Module], original: type[nn.Module]) -> None:
-    """Give ``cls`` the entry of ``original`` if it has none, until `unregister_recorded_outputs` is called."""
-    with _lock:
-        if str(cls) in _users or recorded_outputs(cls) is None:
-            _users[str(cls)] = _users.get(str(cls), 0) + 1
-            dict.__setitem__(_registry(), str(cls), recorded_outputs(original))
-
-
-def unregister_recorded_outputs(cls: type[nn.Module]) -> None:
-    """Undo one call of `register_recorded_outputs`; undoing the last call removes the entry."""
-    with _lock:
-        if str(cls) in _users:
-            _users[str(cls)] -= 1
-            if not _users[str(cls)]:
-                del _users[str(cls)]
-                _registry().pop(str(cls), None)
+# --- trainers and blocks ----------------------------------------------------------------------------------------------
 
 
 def set_weights_of_engine(engine: Any, weights: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> None:
     """Make an engine of TRL (``VLLMGeneration``) read the weights that it synchronises from an iterator."""
     engine._iter_named_params = weights
+
+
+def drop_casts_of_embeddings(model: nn.Module) -> None:
+    """Remove the hook with which TRL's ``cast_lm_head_to_fp32`` casts the outputs of a tied embedding."""
+    for module in model.modules():
+        for key, hook in list(module._forward_hooks.items()):
+            if getattr(hook, "__name__", "") == "cast_outputs_to_original_dtype":
+                del module._forward_hooks[key]
 
 
 def wrap_checkpointing(block: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -236,8 +216,3 @@ def resume_generations(trainer: Any, micro_batches: int) -> None:
     if hasattr(trainer, "_buffered_inputs") and hasattr(trainer, "_step"):
         trainer._step = micro_batches
         trainer._buffered_inputs = None
-
-
-def _registry() -> dict[str, Any]:
-    loaded: Any = sys.modules.get("transformers.modeling_utils")
-    return getattr(loaded, "_CAN_RECORD_REGISTRY", {})

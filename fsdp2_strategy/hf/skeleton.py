@@ -3,7 +3,7 @@
 Input: a model, sharded or not. Output: a copy of its module tree on the meta device. Code of other libraries may
 inspect and change the copy.
 
-`fully_shard` renames the classes of modules and makes parameters DTensors. Code that depends on the class, names or
+`fully_shard` replaces the classes of modules and makes parameters DTensors. Code that depends on the class, names or
 shapes of a model (transformers' conversions, initialisation and saving) does not handle this. Such code gets the meta
 skeleton instead, and the model itself is not changed.
 """
@@ -16,35 +16,12 @@ import torch
 from torch import nn
 
 from fsdp2_strategy.distributed.torch_internals import ATTRIBUTES_OF_FSDP, STATE_OF_FSDP, non_persistent_buffers
-from fsdp2_strategy.hf.library_internals import (
-    ATTRIBUTES_OF_AN_INSTANCE,
-    recorded_outputs,
-    register_recorded_outputs,
-    unregister_recorded_outputs,
-)
+from fsdp2_strategy.hf.library_internals import ATTRIBUTES_OF_AN_INSTANCE
 from fsdp2_strategy.model.fsdp_state import original_class
 from fsdp2_strategy.model.state import ATTACHED
 
 # These attributes are not copied: they change initialisation and generation, or may refer to the original model.
 _LEFT_OUT = (ATTACHED, *ATTRIBUTES_OF_FSDP, *ATTRIBUTES_OF_AN_INSTANCE)
-
-
-def keep_recorded_outputs(module: nn.Module) -> None:
-    """Register hooks so that transformers records the hidden states of a module whose class was renamed.
-
-    transformers looks up by class name which outputs it can record.
-    """
-    if recorded_outputs(original_class(module)) is not None:
-        module.register_forward_pre_hook(_register_outputs, prepend=True)
-        module.register_forward_hook(_unregister_outputs, always_call=True)
-
-
-def _register_outputs(module: nn.Module, _inputs: object) -> None:
-    register_recorded_outputs(type(module), original_class(module))
-
-
-def _unregister_outputs(module: nn.Module, *_: object) -> None:
-    unregister_recorded_outputs(type(module))
 
 
 def meta_skeleton(model: nn.Module, replacement_of: Callable[[torch.Tensor], torch.Tensor] | None = None) -> nn.Module:

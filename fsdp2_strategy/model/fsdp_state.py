@@ -84,11 +84,30 @@ def reset_units(model: nn.Module) -> None:
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class that a module had before `fully_shard` renamed it."""
+    """Return the class that a module had before `fully_shard` replaced it by a subclass."""
     cls = type(module)
-    return cls.__mro__[2] if isinstance(module, FSDPModule) and cls.__name__.startswith("FSDP") else cls
+    return cls.__mro__[2] if cls.__mro__[1] is FSDPModule else cls
 
 
 def class_name(module: nn.Module) -> str:
-    """Return the name of the class that a module had before `fully_shard` renamed it."""
+    """Return the name of the class that a module had before `fully_shard` replaced it by a subclass."""
     return original_class(module).__name__
+
+
+def keep_class_name(module: nn.Module) -> None:
+    """Give the class that `fully_shard` has made for a module the names of the module's own class; not collective.
+
+    [Note: class names] `fully_shard` makes a subclass for each class: ``FSDPLlamaForCausalLM``, of a module of torch.
+    Other libraries decide by these names: transformers' Trainer whether label smoothing shifts the labels, transformers
+    whether a model is custom code, which conversions its files need, which outputs it records and which attention it
+    can use; integrations whether a model has adapters. FSDP2 itself only uses ``isinstance``, and the position of the
+    own class among the bases. The names are set after the subclass was made, so that a class that registers its
+    subclasses by name does not register this one under the name of another.
+    """
+    cls, own = type(module), original_class(module)
+    cls.__name__, cls.__qualname__, cls.__module__, cls.__doc__ = (
+        own.__name__,
+        own.__qualname__,
+        own.__module__,
+        own.__doc__,
+    )

@@ -21,6 +21,7 @@ Around = Callable[..., Any]
 ORDER: dict[str, tuple[str, ...]] = {
     # Run the offload hook first: it must raise before the divergence check waits for other ranks.
     "gather": ("offload", "divergence"),
+    "finish gather": ("inference mode",),
     "gather for forward": ("prefetch order",),
     "hook inputs for reduce": ("missing gradients",),
     # Run "unequal gradients" and "missing gradients" first: they add zero gradients for parameters that only other

@@ -441,8 +441,10 @@ def _split_by_dtype(
     while waiting:
         unit = waiting.pop()
         inside = owners_in[unit]
-        # The unit computes in the dtype of its own parameters, or else in the narrowest dtype within it.
-        narrowest = min((dtypes[owner] for owner in inside), key=lambda d: d.itemsize, default=torch.float32)
+        # The unit computes in the dtype of its own parameters, or else in the narrowest dtype within it. If the dtypes
+        # are those of the loaded weights, it computes in that of tied weights, because these cannot leave the unit.
+        tied = set() if precision.half else _tied_dtypes(tree, inside, dtypes)
+        narrowest = min(tied or (dtypes[owner] for owner in inside), key=lambda d: d.itemsize, default=torch.float32)
         compute[unit] = dtypes.get(unit, narrowest)
         for owner in inside:
             if dtypes[owner] != compute[unit] and unit in tree.units_around(owner, kinds):
@@ -452,6 +454,18 @@ def _split_by_dtype(
                 owners_in[split] = [o for o in inside if split in tree.units_around(o, kinds)]
                 waiting.append(split)  # it may contain modules of a third dtype
     return compute, parents
+
+
+def _tied_dtypes(
+    tree: ModuleTree, inside: Sequence[nn.Module], dtypes: Mapping[nn.Module, torch.dtype]
+) -> set[torch.dtype]:
+    """Return the dtypes in which modules compute that share a weight with another one of ``inside``."""
+    found = set()
+    for owners in tree.owners.values():
+        of_unit = {owner for owner in map(tree.callable_around, owners) if owner in inside}
+        if len(of_unit) > 1:
+            found |= {dtypes[owner] for owner in of_unit if owner in dtypes}
+    return found
 
 
 def _check_ties(tree: ModuleTree, split: nn.Module, unit: nn.Module) -> None:

@@ -30,6 +30,7 @@ from fsdp2_strategy.distributed.mesh import (
 )
 from fsdp2_strategy.distributed.torch_internals import module_of
 from fsdp2_strategy.errors import MeshError, ShardError, counted, some
+from fsdp2_strategy.hf.peft.methods import check_trainable_adapters
 from fsdp2_strategy.model.buffers import remember_buffers
 from fsdp2_strategy.model.failed_passes import watch_passes
 from fsdp2_strategy.model.fingerprint import store_initial_sums
@@ -175,6 +176,8 @@ def shard_model(
         check_equal(f"shard {name}", expert_parallel_size, MeshError, "the same expert_parallel_size on all ranks.")
         expert_view = expert_mesh(mesh, expert_parallel_size) if expert_parallel_size != 1 else None
         with all_or_none(f"shard {name}", ShardError):
+            if is_training:
+                check_trainable_adapters(root)
             reshard = check_reshard(reshard_after_forward, data_mesh.size(data_mesh.ndim - 1))
             precision = Precision(
                 bf16=bf16,

@@ -7,6 +7,7 @@ that are not sharded.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -22,8 +23,9 @@ from torch.distributed.fsdp import (
 from fsdp2_strategy.distributed.mesh import build_mesh, data_parallel_mesh
 from fsdp2_strategy.distributed.process_group import current_device
 from fsdp2_strategy.errors import ShardError
-from fsdp2_strategy.hf.skeleton import keep_recorded_outputs
+from fsdp2_strategy.model.fsdp_state import keep_class_name, parameter_groups
 from fsdp2_strategy.model.gradients import average_gradients
+from fsdp2_strategy.model.unit_hooks import register_hook
 from fsdp2_strategy.sharding.plan import ShardPlan, Unit
 from fsdp2_strategy.sharding.precision import Precision
 
@@ -62,7 +64,9 @@ def shard_units(
     if replicated:
         average_gradients(plan.model, replicated)
     for module in (plan.model, *(unit.module for unit in plan.units)):
-        keep_recorded_outputs(module)
+        keep_class_name(module)
+    for param_group in parameter_groups(plan.model):
+        register_hook(param_group, "finish gather", "inference mode", _outside_inference_mode)
 
 
 def check_reshard(reshard_after_forward: bool | int, shard_size: int) -> bool | int:
@@ -104,6 +108,18 @@ def _reshard_without_backward(unit: nn.Module, *_: object) -> None:
     """Reshard a unit that stays gathered for backward, if no backward will follow; a forward hook."""
     if isinstance(unit, FSDPModule) and not torch.is_grad_enabled():
         unit.reshard()
+
+
+def _outside_inference_mode(_param_group: object, proceed: Callable[[], None]) -> None:
+    """Finish an all-gather outside of inference mode; a hook on the call "finish gather".
+
+    FSDP2 allocates the gathered parameters of a unit once, in the first gather, and reuses them. Allocated in inference
+    mode, they could not be used in training.
+    """
+    if not torch.is_inference_mode_enabled():
+        return proceed()
+    with torch.inference_mode(mode=False), torch.no_grad():  # the former enables gradients
+        return proceed()
 
 
 def _reshard_of_root(reshard_after_forward: bool | int) -> bool | int | None:

@@ -96,8 +96,7 @@ class Evaluation:
             load_rng(random_state)
 
     def _run(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        # LeRobot calls with inference_mode; what is gathered in it could not be used in training afterwards
-        with torch.inference_mode(mode=False), torch.no_grad(), self._autocast():
+        with torch.no_grad(), self._autocast():
             return method(*args, **kwargs)
 
 

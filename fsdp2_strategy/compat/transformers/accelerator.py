@@ -10,6 +10,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from accelerate import Accelerator
@@ -17,7 +18,12 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.optim import Optimizer
 
+from fsdp2_strategy.compat.transformers.sample_order import SampleOrder
 from fsdp2_strategy.errors import ConfigError
+from fsdp2_strategy.hf.library_internals import drop_casts_of_embeddings
+from fsdp2_strategy.hf.peft.methods import check_exportable_prompts
+from fsdp2_strategy.model.fsdp_state import reshard
+from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.optim.groups import split_groups
 from fsdp2_strategy.optim.masters import FSDPadaptOptimizer
 from fsdp2_strategy.optim.step import forbid_direct_steps
@@ -60,9 +66,13 @@ class ShardingAccelerator(Accelerator):  # type: ignore[misc]
     trained_model: Callable[[], nn.Module]
     """Returns the model that the trainer trains."""
 
+    sample_order: SampleOrder
+
     def __init__(self, **options: Any) -> None:
         # The strategy casts to half precision and scales losses; accelerate must not do so again.
         super().__init__(**options | {"mixed_precision": "no"})
+        self.sample_order = SampleOrder()
+        self._prepared: WeakSet[nn.Module] = WeakSet()  # accelerate forgets its models when training begins
 
     def attach(self, strategy: TrainerStrategy, trained_model: Callable[[], nn.Module]) -> None:
         """Set the strategy, and the function that returns the model that is trained.
@@ -88,14 +98,40 @@ class ShardingAccelerator(Accelerator):  # type: ignore[misc]
         """
         del device_placement, evaluation_mode
         is_trained = model is self.trained_model() and any(p.requires_grad for p in model.parameters())
+        if is_trained:
+            check_exportable_prompts(model)  # before hours of training, and not at the first save
+            if not (self.strategy.config.bf16 or self.strategy.config.fp16):
+                drop_casts_of_embeddings(model)  # to the dtype that the blocks had: they train in fp32
         self.strategy.prepare_model(model, is_training=is_trained)
-        if not self.has_prepared(model):
+        self._prepared.add(unwrap_model(model))
+        if not any(model is other for other in self._models):
             self._models.append(model)
         return model
 
+    def reshard_others(self) -> None:
+        """Register the sharded parameters of the models that are not trained; not collective.
+
+        Callbacks read them between steps, such as TRL's ``sync_ref_model``, and FSDP2 leaves the root unit gathered
+        after a pass without a backward pass.
+        """
+        trained = unwrap_model(self.trained_model())
+        for model in self.prepared_models():
+            if model is not trained:
+                reshard(model)
+
+    def prepared_models(self) -> list[nn.Module]:
+        """Return the sharded models, without wrappers; not collective."""
+        return list(self._prepared)
+
     def has_prepared(self, model: nn.Module) -> bool:
         """Return whether `prepare_model` has sharded a model; not collective."""
-        return any(model is other for other in self._models)
+        return unwrap_model(model) in self._prepared
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Prepare a loader as accelerate does; the order of its samples is continued by a resume; not collective."""
+        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        self.sample_order.follow(prepared)
+        return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
         """Return the optimizer with a ``step`` that calls the strategy; not collective."""
@@ -139,7 +175,7 @@ class ShardingAccelerator(Accelerator):  # type: ignore[misc]
 
 
 class SteppingOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """An optimizer whose ``step`` is the strategy's, which also clears the gradients."""
+    """An optimizer whose ``step`` is the strategy's."""
 
     def __init__(self, optimizer: Optimizer, accelerator: ShardingAccelerator) -> None:
         super().__init__(optimizer, device_placement=False, scaler=None)
@@ -154,5 +190,10 @@ class SteppingOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         if closure is not None:
             raise ConfigError("cannot step: a closure was passed, expected none. Leave it out.")
         accelerator = self._accelerator
-        result = accelerator.strategy.optimizer_step(self.optimizer, accelerator.trained_model())
+        model = accelerator.trained_model()
+        gradients = [(p, p.grad) for p in model.parameters() if p.grad is not None]
+        result = accelerator.strategy.optimizer_step(self.optimizer, model)
         self._is_overflow = result.skipped
+        for parameter, gradient in gradients:
+            parameter.grad = gradient  # for `on_optimizer_step` of callbacks; then the trainer calls `zero_grad`
+        accelerator.reshard_others()

@@ -11,16 +11,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers.trainer_callback import ExportableState
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import SaveStrategy
 
 from fsdp2_strategy.checkpoint import save_checkpoint as save_without_optimizer
 from fsdp2_strategy.checkpoint.layout import is_checkpoint
-from fsdp2_strategy.distributed.agreement import from_rank_0
+from fsdp2_strategy.checkpoint.load import newest_committed
+from fsdp2_strategy.distributed.agreement import all_or_none, from_rank_0
 from fsdp2_strategy.distributed.process_group import is_rank_0
-from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.errors import CheckpointError, DamageError
 from fsdp2_strategy.hf.trainer_layout import TrainerLayout
 
+SAMPLE_ORDER = "sample_order"
+"""Key of the random states of `SampleOrder` in the client state of a checkpoint."""
 _SAMPLES = "samples_per_step"
 
 
@@ -43,10 +47,12 @@ def save_checkpoint(trainer: Any, run_dir: Path) -> Path:
     is_best = bool(state.best_global_step) and state.best_global_step == state.global_step
     if is_best and args.save_strategy in (SaveStrategy.STEPS, SaveStrategy.EPOCH, SaveStrategy.BEST):
         state.best_model_checkpoint = str(run_dir / tag)
+    order = trainer.accelerator.sample_order.saved()
     options: dict[str, Any] = {
         "max_num": args.save_total_limit or None,
         "max_mem": settings.max_mem,
-        "client_state": {_SAMPLES: trainer.get_total_train_batch_size(args)},
+        "client_state": {_SAMPLES: trainer.get_total_train_batch_size(args)}
+        | ({} if order is None else {SAMPLE_ORDER: order}),
         "save_latest": False,
         "tokenizer": trainer._processor(),
         "metric": state.best_metric if is_best else None,
@@ -81,6 +87,19 @@ def _files(trainer: Any) -> dict[str, str]:
         return {path.name: path.read_text(encoding="utf-8"), "training_args.json": arguments}
 
 
+def newest_checkpoint(run_dir: Path) -> str | None:
+    """Return the checkpoint of a directory that was saved last, whatever its number; None if there is none; collective.
+
+    A run that was resumed from an earlier step saves lower numbers than those that it left behind.
+
+    Raises:
+        DamageError: on every rank: there are only checkpoints without a valid manifest.
+    """
+    with all_or_none(f"resume from {run_dir}", DamageError):
+        path = newest_committed(run_dir) if is_rank_0() else None
+    return from_rank_0(None if path is None else str(path))
+
+
 def check_resumable(checkpoint: str) -> None:
     """Raise unless a directory is a checkpoint that `save_checkpoint` wrote; collective.
 
@@ -94,6 +113,18 @@ def check_resumable(checkpoint: str) -> None:
         "continue with the weights of another trainer's checkpoint, load them with from_pretrained, and start a new "
         "run."
     )
+
+
+def position_in_stream(checkpoint: str, args: Any) -> tuple[int, int]:
+    """Return the epochs of a stream that a saved run has finished, and its micro-batches since; not collective.
+
+    The length of a stream is unknown, so the Trainer takes ``max_steps`` steps for its epoch. After a resume, it would
+    look for the position in the first epoch. But the ``epoch`` that it saves counts the epochs that have ended.
+    """
+    state = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
+    epochs = int(state.epoch or 0)
+    steps = round(((state.epoch or 0) - epochs) * state.max_steps)
+    return epochs, 0 if args.ignore_data_skip else steps * args.gradient_accumulation_steps
 
 
 def check_same_samples(trainer: Any, client_state: Mapping[str, Any], checkpoint: str) -> None:

@@ -18,11 +18,18 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import Trainer
 from transformers.integrations.liger import apply_liger_kernel
-from transformers.trainer_utils import HubStrategy
+from transformers.trainer_utils import HubStrategy, has_length
 
 from fsdp2_strategy.checkpoint.random_state import load_rng, rng_content
 from fsdp2_strategy.compat.transformers.accelerator import ShardingAccelerator, SteppingOptimizer, TrainerStrategy
-from fsdp2_strategy.compat.transformers.checkpoints import check_resumable, check_same_samples, save_checkpoint
+from fsdp2_strategy.compat.transformers.checkpoints import (
+    SAMPLE_ORDER,
+    check_resumable,
+    check_same_samples,
+    newest_checkpoint,
+    position_in_stream,
+    save_checkpoint,
+)
 from fsdp2_strategy.compat.transformers.hub import uploads_of_saved_files
 from fsdp2_strategy.compat.transformers.settings import Settings, check_supported, strategy_config
 from fsdp2_strategy.errors import ConfigError
@@ -66,6 +73,7 @@ class FSDP2Trainer(Trainer):
         self.strategy = TrainerStrategy(config=strategy_config(self.args, self.fsdp2_settings))
         self.accelerator.attach(self.strategy, lambda: self.model)
         self._resumed_rng: bytes | None = None
+        self._skips_batches = False
 
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
         """Leave the full model where it is: each rank moves only its shards to its device."""
@@ -86,7 +94,6 @@ class FSDP2Trainer(Trainer):
             self.strategy.prepare((self.model, self.optimizer))
         else:
             self.accelerator.prepare_model(self.model)
-            reshard(self.strategy.unwrap_model(self.model))  # an evaluation has left gathered parameters
             super().create_optimizer(model)
         self.optimizer = self.strategy.use_optimizer(self.model, self.optimizer)
         if (engine := getattr(self, "vllm_generation", None)) is not None:
@@ -103,7 +110,8 @@ class FSDP2Trainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Return the batches of a step, and tell the strategy how many they are; collective."""
-        samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        with self.accelerator.sample_order.of_training():
+            samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if samples:
             self.strategy.start_step(self.model, len(samples))
         return samples, num_items
@@ -111,7 +119,21 @@ class FSDP2Trainer(Trainer):
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
         return False  # the strategy computes one norm over all meshes
 
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate, and register the sharded parameters again, which callbacks may read; collective."""
+        try:
+            return super().evaluation_loop(*args, **kwargs)
+        finally:
+            for model in self.accelerator.prepared_models():
+                reshard(model)
+
     # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train; with ``resume_from_checkpoint=True``, from the checkpoint that was saved last; collective."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = newest_checkpoint(Path(str(self.args.output_dir))) or True
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save ``checkpoint-<step>``, and delete older checkpoints, as `save_total_limit` says; collective."""
@@ -160,6 +182,7 @@ class FSDP2Trainer(Trainer):
         check_resumable(checkpoint)
         _, client_state = self.strategy.load_ckpt(self.model, checkpoint, self.optimizer.optimizer, self.lr_scheduler)
         check_same_samples(self, client_state, checkpoint)
+        self.accelerator.sample_order.resume(client_state.get(SAMPLE_ORDER), is_within_epoch=self._skips_batches)
         self._resumed_rng = rng_content()
 
     def _init_training_state(
@@ -174,6 +197,9 @@ class FSDP2Trainer(Trainer):
         epochs, micro_batches = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
+        if resume_from_checkpoint is not None and not has_length(self.train_dataset):
+            epochs, micro_batches = position_in_stream(resume_from_checkpoint, self.args)
+        self._skips_batches = micro_batches > 0
         if resume_from_checkpoint is not None:
             resume_generations(self, micro_batches)
         return epochs, micro_batches
