@@ -132,7 +132,7 @@ class ShardPlan:
         total = sum(p.numel() for u in self.units for p in u.parameters.values())
         ignored = sum(p.numel() for u in self.ignored for p in u.parameters.values())
         in_root = self._unexpected_in(root) if root else 0
-        if len(self.units) == 1:
+        if len(self.units) == 1 and total:
             yield "the root is the only unit, so the whole model is gathered at once. Pass the class names of blocks."
         elif root and in_root * 10 > total:
             yield (
@@ -256,7 +256,7 @@ def plan_units(
     compute_dtypes, parent_dtypes = _split_by_dtype(tree, kinds, precision)
     if encoder and mixed_mm_data != "dummy":
         _check_vision_encoder(encoder, kinds)
-    claimed = tree.parameters_by_unit(kinds)
+    claimed = tree.parameters_by_unit(kinds) or {model: {}}  # a model of 0-d parameters only: an empty root unit
     mixed = len({compute_dtypes[module] for module in claimed}) > 1
     plan.units = [
         Unit(
