@@ -185,9 +185,10 @@ def linear_log_probs(
 ) -> Any:
     """Compute log-probabilities under a linear head, one chunk of rows at a time; collective only with ``group``.
 
-    The head's parameters must be full tensors on this rank. While FSDP2 runs the head, they are. With ``group``, they
-    are this rank's part of the vocabulary, and the call and its backward are collective over the group; all its ranks
-    pass the same hidden states and targets, and get the same results.
+    The head's parameters must be full tensors on this rank. In the forward of a prepared model, and of a wrapper that
+    was passed to `prepare_model`, ``lm_head.weight`` is. With ``group``, they are this rank's part of the vocabulary,
+    and the call and its backward are collective over the group; all its ranks pass the same hidden states and targets,
+    and get the same results.
 
     Args:
         hidden: [..., width].
@@ -204,7 +205,16 @@ def linear_log_probs(
         Log-probabilities [...] in fp32, or in float64 for float64 inputs. With ``entropy``, a pair: log-probabilities,
         and entropies of the same shape. Backward accumulates the gradients of weight and bias over the chunks in the
         same dtype, and casts the sums to the dtype of the weight.
+
+    Raises:
+        LogProbError: the weight is sharded.
     """
+    if isinstance(weight, DTensor):
+        raise LogProbError(
+            f"cannot compute log-probabilities: the weight is a DTensor of shape {list(weight.shape)}, because it is "
+            "used outside of a pass of its model, expected the full weight. Use it within the model's forward. Pass "
+            "the wrapper whose forward calls it to prepare_model; or call token_log_probs(model, input_ids)."
+        )
     device = hidden.device.type
     chunk_bytes = sizes.LOGITS_BYTES if chunk_bytes is None else chunk_bytes
     vocabulary = _Vocabulary.of(weight, group)

@@ -68,7 +68,7 @@ from fsdp2_strategy.sequence.prepare import prepare_for_split
 from fsdp2_strategy.sequence.shard import check_same_batch, shard_sequence
 from fsdp2_strategy.sharding.blocks import parameter_count
 from fsdp2_strategy.sharding.explain import explain
-from fsdp2_strategy.sharding.shard import check_dtypes, is_for_training, shard_model
+from fsdp2_strategy.sharding.shard import check_dtypes, is_for_training, shard_model, watch_wrapper
 
 _OTHER_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
 
@@ -319,6 +319,8 @@ class TrainingStrategy:
         self._check_open()
         _check_is_model(model)
         if not _should_shard(model):
+            if isinstance(model, nn.Module):
+                watch_wrapper(model)
             return model
         config = self.config
         self._check_same_sizes()

@@ -21,7 +21,8 @@ Around = Callable[..., Any]
 ORDER: dict[str, tuple[str, ...]] = {
     # Run the offload hook first: it must raise before the divergence check waits for other ranks.
     "gather": ("offload", "divergence"),
-    "gather for forward": ("prefetch order",),
+    # Run "direct use" last: it decides which inputs the forward gets.
+    "gather for forward": ("direct use", "prefetch order"),
     # Run "unequal gradients" first: it adds zero gradients for parameters that only other ranks used, and the other
     # hooks check the gradients to reduce.
     "reduce": ("unequal gradients", "units that never ran", "divergence"),

@@ -8,12 +8,13 @@ fully_shard, inner units first -> prefetch order -> entry points.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from fsdp2_strategy.config.arguments import renamed_argument
 from fsdp2_strategy.config.strategy_config import MixedData
@@ -35,11 +36,12 @@ from fsdp2_strategy.model.fingerprint import store_initial_sums
 from fsdp2_strategy.model.fsdp_state import class_name, is_sharded, parameter_groups, reshard
 from fsdp2_strategy.model.names import clean
 from fsdp2_strategy.model.ranks import on_ranks_of, ranks_per_layer, set_ranks_per_layer
-from fsdp2_strategy.model.state import Slot, model_state
+from fsdp2_strategy.model.state import Slot, attach, attached, model_state
 from fsdp2_strategy.model.wrappers import register_wrapper, unwrap_model
 from fsdp2_strategy.sharding.activation_checkpointing import recompute_activations
 from fsdp2_strategy.sharding.blocks import has_forward
 from fsdp2_strategy.sharding.bypassed_units import BypassHooks, clone_view_outputs
+from fsdp2_strategy.sharding.direct_use import DirectUses
 from fsdp2_strategy.sharding.expert_parallel import divide_experts, plan_experts
 from fsdp2_strategy.sharding.gradient_dtypes import fix_gradient_dtypes, reduce_to_fp32
 from fsdp2_strategy.sharding.input_casts import cast_first, cast_inputs, cast_outputs
@@ -63,6 +65,7 @@ from fsdp2_strategy.sharding.vision_encoders import (
 _IS_FOR_TRAINING = Slot[bool]("sharded for training")
 _EXPERT_SIZE = Slot[int]("ranks that divide experts")
 _GIVEN_PLAN = Slot[dict[str, str] | None]("plan of the user for layers")
+_HOOKS = Slot[BypassHooks]("hooks on passes")
 _DTYPES = Slot[dict[str, torch.dtype]]("dtypes of shards for training")
 
 
@@ -156,6 +159,7 @@ def shard_model(
     root = unwrap_model(model)
     if is_sharded(root):
         _check_sharded(root, mesh, tensor_parallel_plan, expert_parallel_size, is_training=is_training)
+        watch_wrapper(model)
         return model
     mesh = mesh or build_mesh()
     data_mesh, layer_mesh = data_parallel_mesh(mesh), tensor_parallel_mesh(mesh)
@@ -222,6 +226,7 @@ def shard_model(
             ignored=ignored,
             is_bypassed=bool(plan.policy and plan.policy.bypassed),
         )
+        watched = _read_directly(plan, compiled)
         shard_units(plan, data_mesh, reshard, cpu_offload=cpu_offload, expert_view=expert_view)
         for param_group in parameter_groups(root) if is_training else ():
             fix_gradient_dtypes(param_group)
@@ -229,6 +234,7 @@ def shard_model(
                 reduce_to_fp32(param_group)
         _add_collective_hooks(plan, debug_divergence_seconds)
         hooks.add_entry_points((*forward_methods, *plan.entry_points), _prefetch_order(plan, prefetch_depth))
+        _watch(model, hooks, watched)
         state = model_state(root)
         state.set(_IS_FOR_TRAINING, is_training)
         state.set(_EXPERT_SIZE, expert_parallel_size)
@@ -236,6 +242,43 @@ def shard_model(
         _finish(root, layers, is_training=is_training)
         log("sharded %s over %s: %s, %s", name, _shape(mesh), counted(len(plan.units), "unit"), plan.source)
     return model
+
+
+def _watch(model: nn.Module, hooks: BypassHooks, units: Mapping[nn.Module, list[nn.Module]]) -> None:
+    """Watch the parameters of units that may be used without a call of their modules, and the model's wrapper."""
+    hooks.at_end_of_pass(DirectUses(units, hooks.begin_pass).end_pass)
+    attach(unwrap_model(model), _HOOKS, hooks)
+    watch_wrapper(model)
+
+
+def watch_wrapper(model: nn.Module) -> None:
+    """Register hooks with which a wrapper's forward can use parts of the sharded models in it; not collective.
+
+    See [Note: wrappers] in `bypassed_units`.
+    """
+    waiting = [] if isinstance(model, FSDPModule) else list(model.children())
+    while waiting:
+        module = waiting.pop()
+        if (hooks := attached(module, _HOOKS)) is not None:
+            hooks.add_wrapper(model)
+        else:  # the forward of a sharded model around another one is a pass of its own
+            waiting += module.children()
+
+
+def _read_directly(plan: ShardPlan, compiled: Collection[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
+    """Return the modules whose parameters may be used without a call, by unit; see [Note: direct use].
+
+    The parameters must not be sharded yet.
+    """
+    found: dict[nn.Module, list[nn.Module]] = {}
+    for unit in plan.units:
+        if unit.kind in ("block", "experts", "vision") or unit.module in compiled:
+            continue
+        own = {id(parameter) for parameter in unit.parameters.values()}
+        holds = [m for m in unit.module.modules() if any(id(p) in own for p in m.parameters(recurse=False))]
+        if holds:
+            found[unit.module] = holds
+    return found
 
 
 def _finish(root: nn.Module, layers: TensorPlan | None, *, is_training: bool) -> None:
