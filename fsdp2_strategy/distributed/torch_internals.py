@@ -473,3 +473,12 @@ def end_workers(iterator: object) -> None:
 def forget_workers(loader: Any) -> None:
     """Drop a DataLoader's persistent workers, so that its next iterator starts new ones."""
     loader._iterator = None
+
+
+APPLY = "_apply"
+"""The method of a module through which ``to``, ``half``, ``cuda`` and the like change its tensors."""
+
+
+def has_full_parameters(param_group: FSDPParamGroup) -> bool:
+    """Return whether a unit is gathered, and not only its all-gather in flight."""
+    return param_group.is_unsharded

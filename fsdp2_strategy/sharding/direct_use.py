@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2_strategy.distributed.torch_internals import (
     fsdp_state_of,
     gather,
+    has_full_parameters,
     is_in_backward,
     module_of,
     param_groups_of,
@@ -68,7 +69,7 @@ class DirectUses:
     def gather(self, unit: nn.Module) -> None:
         """Gather a unit whose parameter is read, if a pass is running; collective then."""
         groups = param_groups_of(fsdp_state_of(unit))
-        if all(group.is_unsharded for group in groups):
+        if all(map(has_full_parameters, groups)):
             return
         # A backward that computes activations again reads what the forward has read; others may report gradients.
         if not ((is_in_backward() and unit in self._read_before) or self._begin_pass()):

@@ -44,6 +44,7 @@ from fsdp2_strategy.sharding.bypassed_units import BypassHooks, clone_view_outpu
 from fsdp2_strategy.sharding.direct_use import DirectUses
 from fsdp2_strategy.sharding.expert_parallel import divide_experts, plan_experts
 from fsdp2_strategy.sharding.gradient_dtypes import fix_gradient_dtypes, reduce_to_fp32
+from fsdp2_strategy.sharding.guarded_calls import guard_calls, guard_state_dict
 from fsdp2_strategy.sharding.input_casts import cast_first, cast_inputs, cast_outputs
 from fsdp2_strategy.sharding.plan import ShardPlan, modules_to_recompute, plan_units
 from fsdp2_strategy.sharding.precision import Precision
@@ -261,6 +262,7 @@ def watch_wrapper(model: nn.Module) -> None:
         module = waiting.pop()
         if (hooks := attached(module, _HOOKS)) is not None:
             hooks.add_wrapper(model)
+            guard_state_dict(model)
         else:  # the forward of a sharded model around another one is a pass of its own
             waiting += module.children()
 
@@ -287,6 +289,7 @@ def _finish(root: nn.Module, layers: TensorPlan | None, *, is_training: bool) ->
         model_state(root).set(_DTYPES, {name: parameter.dtype for name, parameter in root.named_parameters()})
     root.register_forward_hook(partial(after_forward, class_name(root)), always_call=True)
     register_wrapper(root)
+    guard_calls(root, [module for module in root.modules() if isinstance(module, FSDPModule)])
     _add_checks(root, layers)
     remember_buffers(root)
 
