@@ -42,6 +42,7 @@ from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.routing.passes import without_routing
 from fsdp2_strategy.sequence.exchange import gather_sequence
+from fsdp2_strategy.sequence.packing import with_documents_apart
 from fsdp2_strategy.sequence.prepare import sequence_group_of
 from fsdp2_strategy.sequence.shard import ARGUMENT as SHARD
 from fsdp2_strategy.sequence.shard import shard_sequence
@@ -456,7 +457,8 @@ def _inputs_of(root: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
             f"cannot compute log-probabilities: {class_name(root)}.forward has no argument input_ids, expected the "
             "forward of a causal language model. Pass the inner model, or set is_actor = True on a wrapper of one."
         )
-    return {**({"use_cache": False} if accepts(root.forward, "use_cache") else {}), **inputs}
+    without_cache = {**({"use_cache": False} if accepts(root.forward, "use_cache") else {}), **inputs}
+    return with_documents_apart(without_cache, has_cache=False) or without_cache
 
 
 def _parts_of(head: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None, dist.ProcessGroup | None]:

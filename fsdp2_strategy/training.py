@@ -64,6 +64,7 @@ from fsdp2_strategy.optim.ema import EMA
 from fsdp2_strategy.optim.groups import build_optimizer
 from fsdp2_strategy.optim.schedule import build_scheduler
 from fsdp2_strategy.optim.step import StepResult, backward, clip_for_step, forbid_direct_steps, optimizer_step
+from fsdp2_strategy.sequence.packing import keep_documents_apart
 from fsdp2_strategy.sequence.prepare import prepare_for_split
 from fsdp2_strategy.sequence.shard import check_same_batch, shard_sequence
 from fsdp2_strategy.sharding.blocks import parameter_count
@@ -336,6 +337,7 @@ class TrainingStrategy:
         )
         if has_uninitialised_tensors(model):
             load_pretrained(model)
+        keep_documents_apart(model)
         if self.sp_size > 1:
             prepare_for_split(model, self.sp_group, is_training=is_training)
         return model

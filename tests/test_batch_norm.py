@@ -58,12 +58,12 @@ def test_a_norm_with_statistics_computes_in_fp32_beside_bf16(norm):
         strategy.backward(loss, model, optimizer)
         for other in range(ranks):
             own = copy.deepcopy(reference)
-            expected = own(images_of(other))
-            expected.backward()
+            its_loss = own(images_of(other))
+            its_loss.backward()
             for ours, its in zip(reference.parameters(), own.parameters(), strict=True):
                 ours.grad = its.grad / ranks + (0 if ours.grad is None else ours.grad)
             if other == rank:
-                assert loss.item() == expected.item()
+                assert loss.item() == its_loss.item()
                 for name, buffer in own.named_buffers():
                     assert torch.equal(model.get_buffer(name), buffer), name
                     assert buffer.dtype in (torch.float32, torch.int64)

@@ -67,8 +67,9 @@ OF_ADAPTERS = {
 @pytest.mark.ranks(2)
 def test_calls_that_cannot_work_on_shards_say_what_to_call():
     with strategy_for() as strategy:
-        for cases, model in ((REFUSED, build("llama")), (OF_ADAPTERS, get_peft_model(build("llama"), adapters()))):
-            model = strategy.prepare_model(model, is_training=True)
+        adapted = get_peft_model(build("llama"), adapters())
+        for cases, unsharded in ((REFUSED, build("llama")), (OF_ADAPTERS, adapted)):
+            model = strategy.prepare_model(unsharded, is_training=True)
             before, names = full_parameters(model), [name for name, _ in model.named_modules()]
             for name, (call, error, text) in cases.items():
                 with pytest.raises(error, match=text):
@@ -108,14 +109,14 @@ def test_a_full_state_dict_is_loaded_into_shards(world, name):
     full = {key: value.clone() for key, value in make(1).state_dict().items()}
     with strategy_for() as strategy:
         model = strategy.prepare_model(make(0), is_training=True)
-        model(input_ids=torch.tensor([[1, 2]]))  # the root stays gathered
+        model(torch.tensor([[1, 2]]))  # the root stays gathered
         assert not any(model.load_state_dict(full))
         loaded = full_parameters(model)
         for key, value in named_parameters(make(1)).items():
             assert torch.equal(loaded[key], value), key
         with pytest.raises(RuntimeError, match="Missing key"):
             model.load_state_dict({key: value for key, value in full.items() if "norm" not in key})
-        with pytest.raises(RuntimeError, match="size mismatch|whose dimensions"):
+        with pytest.raises(RuntimeError, match=r"size mismatch|whose dimensions"):
             model.load_state_dict({key: torch.zeros(2, 2) for key in full})
 
 
