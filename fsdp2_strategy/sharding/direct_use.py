@@ -64,7 +64,8 @@ class DirectUses:
         """The marked nodes of the parameters of units that were read, until their forward or the end of the pass."""
         for unit, modules in units.items():
             for module in modules:
-                module._parameters = _Watched(module._parameters, self, unit)
+                if type(module).__setattr__ is nn.Module.__setattr__:  # others (nn.LSTM) read what FSDP2 sets
+                    module._parameters = _Watched(module._parameters, self, unit)
 
     def gather(self, unit: nn.Module) -> None:
         """Gather a unit whose parameter is read, if a pass is running; collective then."""
