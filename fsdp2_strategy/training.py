@@ -334,6 +334,7 @@ class TrainingStrategy:
             compile_blocks=config.compile_blocks,
             forward_methods=config.forward_methods,
             debug_divergence_seconds=config.debug_divergence_seconds,
+            cast_inputs=config.cast_inputs,
         )
         if has_uninitialised_tensors(model):
             load_pretrained(model)
@@ -392,8 +393,8 @@ class TrainingStrategy:
     ) -> str:
         """Print how `prepare_model` would shard a model with the same arguments; not collective.
 
-        Call this method before `prepare_model`. ``compile_blocks``, ``forward_methods``, ``prefetch_depth`` and
-        ``debug_divergence_seconds`` of the configuration do not change what the text contains.
+        Call this method before `prepare_model`. ``compile_blocks``, ``forward_methods``, ``prefetch_depth``,
+        ``cast_inputs`` and ``debug_divergence_seconds`` of the configuration do not change what the text contains.
 
         Args:
             model: any module, or a wrapper around one; it is only read, and may be on the meta device.
