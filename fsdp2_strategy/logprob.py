@@ -42,6 +42,7 @@ from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.routing.passes import without_routing
 from fsdp2_strategy.sequence.exchange import gather_results
+from fsdp2_strategy.sequence.packing import with_documents_apart
 from fsdp2_strategy.sequence.prepare import sequence_group_of
 from fsdp2_strategy.sequence.shard import ARGUMENT as SHARD
 from fsdp2_strategy.sequence.shard import shard_sequence
@@ -190,9 +191,10 @@ def linear_log_probs(
 ) -> Any:
     """Compute log-probabilities under a linear head, one chunk of rows at a time; collective only with ``group``.
 
-    The head's parameters must be full tensors on this rank. While FSDP2 runs the head, they are. With ``group``, they
-    are this rank's part of the vocabulary, and the call and its backward are collective over the group; all its ranks
-    pass the same hidden states and targets, and get the same results.
+    The head's parameters must be full tensors on this rank. In the forward of a prepared model, and of a wrapper that
+    was passed to `prepare_model`, ``lm_head.weight`` is. With ``group``, they are this rank's part of the vocabulary,
+    and the call and its backward are collective over the group; all its ranks pass the same hidden states and targets,
+    and get the same results.
 
     Args:
         hidden: [..., width].
@@ -209,7 +211,16 @@ def linear_log_probs(
         Log-probabilities [...] in fp32, or in float64 for float64 inputs. With ``entropy``, a pair: log-probabilities,
         and entropies of the same shape. Backward accumulates the gradients of weight and bias over the chunks in the
         same dtype, and casts the sums to the dtype of the weight.
+
+    Raises:
+        LogProbError: the weight is sharded.
     """
+    if isinstance(weight, DTensor):
+        raise LogProbError(
+            f"cannot compute log-probabilities: the weight is a DTensor of shape {list(weight.shape)}, because it is "
+            "used outside of a pass of its model, expected the full weight. Use it within the model's forward. Pass "
+            "the wrapper whose forward calls it to prepare_model; or call token_log_probs(model, input_ids)."
+        )
     _check_tensors(hidden, weight, targets, temperature)
     device = hidden.device.type
     chunk_bytes = sizes.LOGITS_BYTES if chunk_bytes is None else chunk_bytes
@@ -487,7 +498,8 @@ def _inputs_of(root: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
             f"cannot compute log-probabilities: {class_name(root)}.forward has no argument input_ids, expected the "
             "forward of a causal language model. Pass the inner model, or set is_actor = True on a wrapper of one."
         )
-    return {**({"use_cache": False} if accepts(root.forward, "use_cache") else {}), **inputs}
+    without_cache = {**({"use_cache": False} if accepts(root.forward, "use_cache") else {}), **inputs}
+    return with_documents_apart(without_cache, has_cache=False) or without_cache
 
 
 def _parts_of(head: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None, dist.ProcessGroup | None]:

@@ -69,11 +69,12 @@ from fsdp2_strategy.optim.groups import build_optimizer
 from fsdp2_strategy.optim.schedule import build_scheduler, check_schedule_of, drives
 from fsdp2_strategy.optim.step import StepResult, backward, clip_for_step, forbid_direct_steps, optimizer_step
 from fsdp2_strategy.optim.zero_grad import discard_gradients, watch_optimizer
+from fsdp2_strategy.sequence.packing import keep_documents_apart
 from fsdp2_strategy.sequence.prepare import prepare_for_split
 from fsdp2_strategy.sequence.shard import check_same_batch, shard_sequence
 from fsdp2_strategy.sharding.blocks import parameter_count
 from fsdp2_strategy.sharding.explain import explain
-from fsdp2_strategy.sharding.shard import check_dtypes, is_for_training, shard_model
+from fsdp2_strategy.sharding.shard import check_dtypes, is_for_training, shard_model, watch_wrapper
 
 _OTHER_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
 
@@ -351,6 +352,8 @@ class TrainingStrategy:
         self._check_open()
         check_is_model(model)
         if not _should_shard(model):
+            if isinstance(model, nn.Module):
+                watch_wrapper(model)
             return model
         config = self.config
         self._check_same_settings()
@@ -362,9 +365,11 @@ class TrainingStrategy:
             prefetch_depth=config.prefetch_depth,
             compile_blocks=config.compile_blocks,
             forward_methods=config.forward_methods,
+            cast_inputs=config.cast_inputs,
         )
         if needs_values(model):
             load_pretrained(model)
+        keep_documents_apart(model)
         if self.sp_size > 1:
             prepare_for_split(model, self.sp_group, is_training=is_training)
         return model
@@ -425,8 +430,8 @@ class TrainingStrategy:
     ) -> str:
         """Print how `prepare_model` would shard a model with the same arguments; not collective.
 
-        Call this method before `prepare_model`. ``compile_blocks``, ``forward_methods`` and
-        ``prefetch_depth`` of the configuration do not change what the text contains.
+        Call this method before `prepare_model`. ``compile_blocks``, ``forward_methods``, ``prefetch_depth`` and
+        ``cast_inputs`` of the configuration do not change what the text contains.
 
         Args:
             model: any module, or a wrapper around one; it is only read, and may be on the meta device.

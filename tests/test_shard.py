@@ -43,6 +43,7 @@ from fsdp2_strategy import (
     ShardError,
     StrategyConfig,
     build_mesh,
+    build_optimizer,
     shard_model,
 )
 from fsdp2_strategy.model.fsdp_state import parameter_groups
@@ -652,3 +653,39 @@ def test_a_frozen_model_computes_in_the_dtypes_of_its_weights_if_a_tied_weight_i
         assert model.lm_head.weight.dtype == torch.float32
         assert model.model.norm.weight.dtype == torch.bfloat16
         torch.testing.assert_close(model(input_ids=batch["input_ids"]).logits, expected)
+
+
+class Temperature(nn.Module):
+    """A model whose only parameters have no dimension, such as the temperature of an entropy bonus."""
+
+    def __init__(self):
+        super().__init__()
+        self.log_alpha, self.bias = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x):
+        return (self.log_alpha.exp() * x + self.bias).square().mean()
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.ranks(2)
+def test_a_model_of_scalars_is_replicated_and_trains(bf16, tmp_path):
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    unsharded = Temperature()
+    reference = build_optimizer(unsharded, lr=1e-2)
+    with strategy_for(bf16=bf16, max_norm=0.0) as strategy:
+        model = Temperature()
+        assert "replicated" in strategy.explain(model, is_training=True)
+        strategy.prepare_model(model, is_training=True)
+        optimizer = strategy.create_optimizer(model, lr=1e-2)
+        for step in range(2):
+            strategy.backward(model(torch.full((2,), 1.0 + step + rank)), model, optimizer)
+            strategy.optimizer_step(optimizer, model)
+            sum(unsharded(torch.full((2,), 1.0 + step + other)) / ranks for other in range(ranks)).backward()
+            reference.step()
+            reference.zero_grad()
+        strategy.save_ckpt(model, tmp_path, tag="a")
+        with torch.no_grad():
+            model.bias.zero_()
+        strategy.load_ckpt(model, tmp_path, tag="a")
+        for name, parameter in unsharded.named_parameters():
+            torch.testing.assert_close(model.get_parameter(name), parameter)

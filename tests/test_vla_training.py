@@ -558,6 +558,29 @@ def test_precision_is_as_asked(tmp_path, options, computed, reduced):
     assert {buffer.dtype for buffer in kept.vla.buffers()} == {torch.float32}
 
 
+class Normalizer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("offset", torch.tensor([998.4]))
+
+
+@pytest.mark.ranks(1)
+def test_statistics_of_a_normaliser_keep_their_dtype(tmp_path):
+    for cast, kept in ((True, torch.float32), (False, torch.float32), ("all", torch.bfloat16)):
+        torch.manual_seed(0)
+        vla = Policy()
+        vla.scaler, vla.norm = Normalizer(), nn.BatchNorm1d(2)
+        vla.register_buffer("action_mean", torch.tensor([998.4]))
+        vla.register_buffer("proprio_q01", torch.tensor([998.4]))
+        strategy = set_up(tmp_path, vla=vla, enable_mixed_precision_training=True, cast_buffers=cast)
+        dtypes = {name: buffer.dtype for name, buffer in strategy.vla.named_buffers() if buffer.is_floating_point()}
+        statistics = ["scaler.offset", "norm.running_mean", "norm.running_var", "action_mean", "proprio_q01"]
+        assert {dtypes.pop(name) for name in statistics} == {kept}
+        assert set(dtypes.values()) == {torch.bfloat16 if cast else torch.float32}
+    with pytest.raises(ConfigError, match="cast_buffers is 'some'"):
+        strategy_of(Policy(), cast_buffers="some")
+
+
 @pytest.mark.ranks(2)
 def test_activations_of_the_named_classes_are_recomputed_and_nothing_changes(tmp_path):
     runs = {}

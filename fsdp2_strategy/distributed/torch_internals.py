@@ -579,3 +579,12 @@ def forget_pass(state: FSDPState) -> None:
     for param_group in param_groups_of(state):
         param_group._post_reduce_event = param_group._all_reduce_state = None
         param_group._post_forward_indices.clear()
+
+
+APPLY = "_apply"
+"""The method of a module through which ``to``, ``half``, ``cuda`` and the like change its tensors."""
+
+
+def has_full_parameters(param_group: FSDPParamGroup) -> bool:
+    """Return whether a unit is gathered, and not only its all-gather in flight."""
+    return param_group.is_unsharded

@@ -21,7 +21,7 @@ from fsdp2_strategy.model.fsdp_state import original_class
 from fsdp2_strategy.model.state import ATTACHED
 
 # These attributes are not copied: they change initialisation and generation, or may refer to the original model.
-_LEFT_OUT = (ATTACHED, *ATTRIBUTES_OF_FSDP, *ATTRIBUTES_OF_AN_INSTANCE)
+_LEFT_OUT = (ATTACHED, "__deepcopy__", *ATTRIBUTES_OF_FSDP, *ATTRIBUTES_OF_AN_INSTANCE)
 
 
 def meta_skeleton(model: nn.Module, replacement_of: Callable[[torch.Tensor], torch.Tensor] | None = None) -> nn.Module:

@@ -22,6 +22,7 @@ depend on each other (a codebook and its counts) may no longer fit together.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2_strategy.distributed.agreement import check_equal
 from fsdp2_strategy.distributed.equal_values import digest_numbers
 from fsdp2_strategy.distributed.process_group import control_device, current_device, group_in_use, ranks_of, world_size
-from fsdp2_strategy.distributed.torch_internals import changes_of, non_persistent_buffers
+from fsdp2_strategy.distributed.torch_internals import BATCH_NORMS, changes_of, non_persistent_buffers
 from fsdp2_strategy.errors import CheckpointError, FSDP2StrategyError, StepError
 from fsdp2_strategy.model.names import clean
 from fsdp2_strategy.model.state import Slot, model_state
@@ -42,6 +43,30 @@ from fsdp2_strategy.model.state import Slot, model_state
 _Seen = dict[str, tuple[torch.Tensor, int]]
 _SEEN = Slot[_Seen]("persistent buffers at the last step")
 """Each buffer with its number of changes. The tensors are kept, so that a new tensor is never taken for an old one."""
+
+
+_STATISTIC = re.compile(
+    r"(^|_|\.)(mean|std|stdev|stddev|var|variance|min|max|low|high|median|q\d+|p\d+|quantiles?|percentiles?|count|stats?)"
+    r"(s|es)?(\d*)($|_|\.)"
+)
+_NORMALISER = re.compile(r"(un|de)?normali[sz]|statistics", re.IGNORECASE)
+
+
+def keeps_statistics(module: nn.Module) -> bool:
+    """Return whether a module normalises by statistics that it keeps of its inputs, as BatchNorm does."""
+    return isinstance(module, BATCH_NORMS) and module.running_mean is not None
+
+
+def is_statistic(module_name: str, module: nn.Module, buffer: str) -> bool:
+    """Return whether a buffer is a statistic of data: of BatchNorm, of a normaliser, or by its name.
+
+    Args:
+        module_name: dotted name of the module that holds the buffer.
+        module: this module.
+        buffer: name of the buffer within it.
+    """
+    is_normaliser = _NORMALISER.search(f"{module_name}.{type(module).__name__}") is not None
+    return keeps_statistics(module) or is_normaliser or _STATISTIC.search(buffer) is not None
 
 
 def remember_buffers(root: nn.Module) -> None:

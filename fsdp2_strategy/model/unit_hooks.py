@@ -22,7 +22,8 @@ ORDER: dict[str, tuple[str, ...]] = {
     # Run the offload hook first: it must raise before the divergence check waits for other ranks.
     "gather": ("offload", "divergence"),
     "finish gather": ("inference mode",),
-    "gather for forward": ("prefetch order",),
+    # Run "direct use" last: it decides which inputs the forward gets.
+    "gather for forward": ("direct use", "prefetch order"),
     "hook inputs for reduce": ("missing gradients",),
     # Run "unequal gradients" and "missing gradients" first: they add zero gradients for parameters that only other
     # ranks used, and the other hooks check the gradients to reduce.

@@ -137,10 +137,10 @@ def shard_sequence(batch: Mapping[str, Any], group: dist.ProcessGroup | Sequence
     """Return this rank's part of a batch, as arguments of a model that `split_sequences` has prepared; not collective.
 
     Each rank gets an equal part; sequences are padded to a multiple of the number of ranks. Positions are always passed
-    on; by default they count from 0, and the model replaces them if its own positions leave out padding. Without
-    ``attention_mask``, a position that does not follow the one before it is the first of a packed document, as in
-    transformers. If the batch has images or other inputs that are not sequences, the model gets full sequences, and
-    splits them when these inputs are embedded.
+    on; by default they count from 0, and the model replaces them if its own positions leave out padding. A position
+    that does not follow that of the token before it is the first of a packed document, with or without an
+    ``attention_mask``. If the batch has images or other inputs that are not sequences, the model gets full sequences,
+    and splits them when these inputs are embedded.
 
     ``labels`` are shifted before they are split. The model's loss is then the sum over this rank's part, divided by
     ``num_items_in_batch``: the mean over all ranks is the loss of the full batch. If the batch contains
@@ -162,6 +162,11 @@ def shard_sequence(batch: Mapping[str, Any], group: dist.ProcessGroup | Sequence
             "inputs_embeds, and neither logits_to_keep nor past_key_values. Pass full sequences."
         )
     mask = batch.get("attention_mask")
+    given = batch.get("position_ids")
+    positions = None if mask is None or given is None else positions_of_documents(given, mask)
+    if positions is not None:  # [Note: packed rows] in `packing`
+        mask = None
+        batch = {name: value for name, value in batch.items() if name != "attention_mask"} | {"position_ids": positions}
     if mask is not None and mask.shape != tokens.shape[:2]:
         raise SequenceError(
             f"cannot split sequences: attention_mask has the shape {list(mask.shape)}, expected "
@@ -275,3 +280,30 @@ def documents_of(position_ids: torch.Tensor, batch_size: int) -> torch.Tensor | 
         position_ids = position_ids[0]
     begins = position_ids.diff(dim=1) != 1
     return pad(begins.cumsum(dim=1), (1, 0)).expand(batch_size, -1) if begins.any() else None
+
+
+def positions_of_documents(positions: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Return positions by which padding is documents of its own; None if no row is packed.
+
+    Args:
+        positions: [batch or 1, length]; or [4, batch, length], of which the first row counts, as in transformers.
+        mask: [batch, length], 0 for padding.
+    """
+    if positions.ndim == 3 and positions.shape[0] == 4:
+        text = positions_of_documents(positions[0], mask)
+        return None if text is None else torch.cat([text.expand_as(positions[1])[None], positions[1:]])
+    is_other = mask is not None and (mask.ndim != 2 or mask.shape[1] != positions.shape[-1])
+    if positions.ndim != 2 or positions.shape[1] < 2 or is_other:
+        return None
+    if mask is None:
+        return positions if bool((positions.diff(dim=1) != 1).any()) else None
+    positions = positions.expand(mask.shape[0], -1)
+    is_token = mask.bool()
+    places = torch.arange(mask.shape[1], device=mask.device).expand_as(positions)
+    last = torch.where(is_token, places, -1).cummax(dim=1).values[:, :-1]  # the last token up to each place
+    follows = positions[:, 1:] == positions.gather(1, last.clamp(min=0)) + 1
+    if not bool((is_token[:, 1:] & (last >= 0) & ~follows).any()):
+        return None
+    upcoming = torch.where(is_token, places, mask.shape[1] - 1).flip(1).cummin(dim=1).values.flip(1)
+    of_padding = (positions.gather(1, upcoming) == 1).to(positions.dtype)  # 0, but no token of position 1 follows it
+    return torch.where(is_token, positions, of_padding)

@@ -28,6 +28,11 @@ expert attends to the keys and values of the language model, and the last block 
 only through these. So in a model with several decoders, if a block receives a cache, the outputs of all modules within
 the block get the hooks that gather it for backward.
 
+[Note: wrappers] The forward of a wrapper that adds no parameters may use the model's modules and weights before, after
+or without a call of the model: a chunked loss calls the decoder, and then uses the weight of the head. So the first
+such use in the wrapper's forward begins a pass of the model, which ends with the wrapper's forward. A wrapper that only
+calls the model begins none.
+
 [Note: fp32 inputs] Policies create noise, time steps and tables in fp32, and a projection in half precision would raise
 an error for them. So in a model with half-precision units, inputs of modules that accept only the dtype of their
 parameters are cast to this dtype, unless autocast is enabled. Within a bypassed unit, the inputs of all modules are
@@ -39,6 +44,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -77,7 +83,10 @@ _PassKind = tuple[str, bool, bool]
 _Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 # Modules that raise an error if the dtype of an input differs from the dtype of their parameters.
-_NEEDS_OWN_DTYPE = (nn.Linear, nn.Bilinear, *CONVOLUTIONS, nn.MultiheadAttention, nn.LayerNorm, nn.GroupNorm)
+_NEEDS_OWN_DTYPE = (
+    *(nn.Linear, nn.Bilinear, *CONVOLUTIONS, nn.MultiheadAttention, nn.LayerNorm, nn.GroupNorm),
+    *(nn.RNNBase, nn.RNNCellBase, nn.PReLU, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
+)
 
 
 class BypassHooks:
@@ -125,6 +134,10 @@ class BypassHooks:
         self._prefetch: PrefetchOrder | None = None
         self.on_bypass: Callable[[nn.Module], None] | None = None
         """Is called with each unit whose forward is bypassed."""
+        self._at_end: list[Callable[[], None]] = []
+        """Called at the end of a pass, before FSDP2's hooks."""
+        self._wrapper = _WrapperPass()
+        self._cast_inputs: Callable[..., _Inputs] | None = None
         for module, around in self._units_around.items():
             if not around:
                 module.register_forward_pre_hook(self._check_running)
@@ -153,6 +166,55 @@ class BypassHooks:
         forward = self._root.forward
         self._root.forward = functools.wraps(forward)(functools.partial(self._run_forward, forward))
 
+    def cast_inputs(self, cast: Callable[..., _Inputs]) -> None:
+        """Cast the inputs of the root, also those of its entry points; call this before the root is sharded."""
+        self._cast_inputs = cast
+        self._root.register_forward_pre_hook(cast, with_kwargs=True)
+
+    def add_wrapper(self, wrapper: nn.Module) -> None:
+        """Make the forward of a wrapper of the sharded root a pass, if it uses parts of the root; [Note: wrappers]."""
+        if wrapper is self._root or wrapper in self._wrapper.known:
+            return
+        self._wrapper.known.add(wrapper)
+        wrapper.register_forward_pre_hook(self._enter_wrapper, prepend=True)
+        wrapper.register_forward_hook(self._leave_wrapper, always_call=True)
+
+    def at_end_of_pass(self, call: Callable[[], None]) -> None:
+        """Call a function at the end of each pass."""
+        self._at_end.append(call)
+
+    def begin_pass(self) -> bool:
+        """Return whether a pass is running; begin one if the forward of a wrapper is running."""
+        if not self._depth and self._wrapper.depth:
+            # Without the wrapper's inputs: FSDP2 casts the inputs of the root.
+            run_pre_forward(fsdp_state_of(self._root), self._root, (), {})
+            self._enter("forward of a wrapper")
+            self._wrapper.has_begun = True
+        return self._depth > 0
+
+    def _enter_wrapper(self, *_: object) -> None:
+        choose_root(fsdp_state_of(self._root))  # it reads all parameters, before the first pass
+        self._wrapper.depth += 1
+
+    def _leave_wrapper(self, _wrapper: nn.Module, _inputs: object, output: Any) -> Any:
+        """End the pass that a wrapper's forward has begun; ``output`` is None if the forward raised."""
+        self._wrapper.depth = max(0, self._wrapper.depth - 1)
+        if self._wrapper.depth or not self._wrapper.has_begun:
+            return None
+        self._wrapper.has_begun = False
+        self._leave(self._root, (), output)
+        if output is None:
+            self._forget_pass()
+            return None
+        return run_post_forward(fsdp_state_of(self._root), self._root, (), clone_view_outputs(_wrapper, (), output))
+
+    def _forget_pass(self) -> None:
+        """Make FSDP2 treat the next pass as a new pass, after one that raised."""
+        state = fsdp_state_of(self._root)
+        for each in (state, *param_groups_of(state)):
+            mark_idle(each)
+        forget_forward_root(state)
+
     def _run_method(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a method of the root between FSDP2's pre- and post-forward hooks.
 
@@ -163,15 +225,15 @@ class BypassHooks:
         reset_after_failed_forward(self._root)
         state = fsdp_state_of(self._root)
         args, kwargs = run_pre_forward(state, self._root, args, kwargs)
+        if self._cast_inputs is not None:
+            args, kwargs = self._cast_inputs(self._root, args, kwargs)
         self._enter(name)
         try:
             output = self._run_pass(method, *args, **kwargs)
             self._leave(self._root, args, True)
         except BaseException:
             self._leave(self._root, args, None)
-            for each in (state, *param_groups_of(state)):  # so that FSDP2 treats the next pass as a new pass
-                mark_idle(each)
-            forget_forward_root(state)
+            self._forget_pass()
             record_failed_pass(self._root, "forward")
             raise
         return run_post_forward(state, self._root, args, output)
@@ -179,6 +241,7 @@ class BypassHooks:
     def _init_root(self, *_: object) -> None:
         """Initialise FSDP2's root before a unit runs on its own; otherwise FSDP2 would make that unit the root."""
         choose_root(fsdp_state_of(self._root))
+        self.begin_pass()
 
     def _run_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the root's forward with its hooks, even if the caller calls ``model.forward(...)`` directly."""
@@ -194,8 +257,17 @@ class BypassHooks:
         try:
             return function(*args, **kwargs)
         except RuntimeError as error:
-            if self._handles or "DTensor" not in str(error):
+            if "DTensor" not in str(error):
                 raise
+            if self._handles:
+                if "mixed torch.Tensor and DTensor" not in str(error):
+                    raise
+                raise ShardError(
+                    f"cannot run {self._name}: a parameter is used outside of the forward of its block or unit, "
+                    "where it is sharded, expected parameters of a block to be used in the block's forward. Move the "
+                    "computation into the forward of the module that holds the parameter; or pass the module in "
+                    "ignored_modules, so that every rank holds its parameters in full."
+                ) from error
             self._keep_hooks()
             raise ShardError(
                 f"cannot run {self._name}: this pass bypasses the forward of a block, so the block's parameters are "
@@ -243,6 +315,8 @@ class BypassHooks:
             return
         while self._open:
             self._open.pop(0).close()
+        for call in self._at_end:
+            call()
         if self._bypassed_names:
             names = some(sorted(self._bypassed_names), "unit")
             log("%s: the forward of %s is bypassed; their submodules gather them", self._name, names)
@@ -313,12 +387,23 @@ class BypassHooks:
         """
         if self._depth or is_in_backward() or not any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
             return
+        if self.begin_pass():
+            return
         name = next(name for name, m in self._root.named_modules() if m is module)
         raise ShardError(
             f"cannot run {name} of {self._name}: its parameters are sharded, expected it to be called within the "
             "model's forward or a method that gathers them. Call the model, or add the calling method to "
-            "forward_methods."
+            "forward_methods; or pass the wrapper whose forward calls it to prepare_model."
         )
+
+
+class _WrapperPass:
+    """The forwards of wrappers that are running, and whether they have begun a pass; see [Note: wrappers]."""
+
+    def __init__(self) -> None:
+        self.known: WeakSet[nn.Module] = WeakSet()
+        self.depth = 0
+        self.has_begun = False
 
 
 class _Unit:
@@ -409,8 +494,23 @@ def _required_dtype(module: nn.Module) -> torch.dtype | None:
     """Return the dtype that a module requires of its inputs, or None; see [Note: fp32 inputs]."""
     if not isinstance(module, _NEEDS_OWN_DTYPE):
         return None
-    parameter = next(p for p in module._parameters.values() if p is not None)
-    return None if torch.is_autocast_enabled(parameter.device.type) else parameter.dtype
+    parameter = next(module.parameters(), None)
+    if parameter is None or torch.is_autocast_enabled(parameter.device.type):
+        return None
+    return parameter.dtype
+
+
+def needs_own_dtype(module: nn.Module) -> bool:
+    """Return whether a module raises an error for inputs of another dtype than its weights; [Note: fp32 inputs]."""
+    return isinstance(module, _NEEDS_OWN_DTYPE)
+
+
+def cast_to_own(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs | None:
+    """Cast floating inputs to the dtype of a module's weights, unless autocast is enabled; a forward pre-hook."""
+    parameter = next(module.parameters(), None)
+    if parameter is None or torch.is_autocast_enabled(parameter.device.type):
+        return None
+    return _cast(parameter.dtype, args, kwargs)
 
 
 def _cast(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs | None:

@@ -13,6 +13,8 @@ root unit, which is the model itself, contains all remaining parameters. A plan 
      unit. This does not raise peak memory over that of a separate unit, because the end of the forward pass needs the
      weight anyway. A module object that is registered in several blocks becomes a unit itself.
   2. A unit computes in one dtype. A module that computes in another dtype becomes a unit within it.
+     A normalisation that keeps statistics of its inputs (BatchNorm) computes in fp32, as its statistics are: in half
+     precision, torch refuses to compute it with fp32 statistics.
   3. Only a module that can be gathered becomes a unit. It has a forward; or it has no forward and no direct parameters,
      and is not a container such as a ModuleList. In the second case, it is gathered when its submodules run
      ([Note: bypassed units] in `bypassed_units`). The head of a model whose forward was replaced is no unit, because
@@ -37,6 +39,7 @@ from torch import nn
 from fsdp2_strategy.config.arguments import renamed_argument
 from fsdp2_strategy.config.strategy_config import MixedData
 from fsdp2_strategy.errors import ShardError, did_you_mean, some
+from fsdp2_strategy.model.buffers import keeps_statistics
 from fsdp2_strategy.model.names import clean, matches
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.sharding.blocks import (
@@ -133,7 +136,7 @@ class ShardPlan:
         total = sum(p.numel() for u in self.units for p in u.parameters.values())
         ignored = sum(p.numel() for u in self.ignored for p in u.parameters.values())
         in_root = self._unexpected_in(root) if root else 0
-        if len(self.units) == 1:
+        if len(self.units) == 1 and total:
             yield "the root is the only unit, so the whole model is gathered at once. Pass the class names of blocks."
         elif root and in_root * 10 > total:
             yield (
@@ -279,8 +282,8 @@ def plan_units(
     compute_dtypes, parent_dtypes = _split_by_dtype(tree, kinds, precision)
     if encoder and mixed_mm_data != "dummy":
         _check_vision_encoder(encoder, kinds)
-    claimed = tree.parameters_by_unit(kinds)
-    mixed = len({compute_dtypes[module] for module in claimed}) > 1
+    claimed = tree.parameters_by_unit(kinds) or {model: {}}  # a model of 0-d parameters only: an empty root unit
+    mixed = len({compute_dtypes[module] for module in claimed if not _holds_only_statistics(module)}) > 1
     plan.units = [
         Unit(
             name=tree.names[module],
@@ -312,7 +315,7 @@ def plan_units(
 def _inputs_to_cast(tree: ModuleTree, module: nn.Module, kind: str, *, is_mixed: bool) -> CastInputs:
     if kind == "experts":  # inside of a unit, whose inputs are cast; routers may weight experts in fp32
         return "none"
-    return "all" if is_mixed else inputs_to_cast(tree, module, kind)
+    return "all" if is_mixed or kind == "dtype" else inputs_to_cast(tree, module, kind)
 
 
 def _stays_gathered(tree: ModuleTree, module: nn.Module, kind: str, precision: Precision) -> bool:
@@ -429,6 +432,8 @@ def _split_by_dtype(
         dtype = precision.compute_dtype(tree.all_names[parameter][0], parameter)
         if parameter.is_floating_point() and parameter.ndim:
             for owner in map(tree.callable_around, owners):
+                if keeps_statistics(owner):
+                    dtype = torch.promote_types(dtype, torch.float32)
                 # A module's own parameters are in one unit, so it computes in the widest of their dtypes.
                 dtypes[owner] = max(dtypes.get(owner, dtype), dtype, key=lambda d: d.itemsize)
     owners_in: dict[nn.Module, list[nn.Module]] = defaultdict(list)
@@ -468,6 +473,11 @@ def _tied_dtypes(
     return found
 
 
+def _holds_only_statistics(unit: nn.Module) -> bool:
+    """Return whether all parameters of a unit belong to modules that keep statistics, which compute in fp32."""
+    return all(keeps_statistics(m) or not any(True for _ in m.parameters(recurse=False)) for m in unit.modules())
+
+
 def _check_ties(tree: ModuleTree, split: nn.Module, unit: nn.Module) -> None:
     within = set(split.modules())
     for parameter in split.parameters():
@@ -497,6 +507,9 @@ def _ignored_units(
     names = {parameter: clean(name) for name, parameter in tree.model.named_parameters()}
     held = {module: {names[p]: p for p in module.parameters()} for module in tree.ignored}
     dtypes = {module: precision.unsharded_dtype(parameters) for module, parameters in held.items()}
+    for module, dtype in dtypes.items():
+        if any(map(keeps_statistics, module.modules())):
+            dtypes[module] = torch.promote_types(dtype, torch.float32)
     while wider := {  # modules that share a parameter have the same dtype
         module: dtypes[other]
         for module, other in itertools.permutations(held, 2)

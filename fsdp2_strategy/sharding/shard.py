@@ -8,12 +8,13 @@ fully_shard, inner units first -> prefetch order -> entry points.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from fsdp2_strategy.config.arguments import renamed_argument
 from fsdp2_strategy.config.strategy_config import MixedData
@@ -30,6 +31,7 @@ from fsdp2_strategy.distributed.mesh import (
 )
 from fsdp2_strategy.distributed.torch_internals import module_of
 from fsdp2_strategy.errors import MeshError, ShardError, counted, some
+from fsdp2_strategy.hf.library_internals import lists_blocks
 from fsdp2_strategy.hf.peft.methods import check_trainable_adapters
 from fsdp2_strategy.model.buffers import remember_buffers
 from fsdp2_strategy.model.failed_passes import watch_passes
@@ -37,14 +39,25 @@ from fsdp2_strategy.model.fingerprint import store_initial_sums
 from fsdp2_strategy.model.fsdp_state import class_name, is_sharded, parameter_groups, reshard
 from fsdp2_strategy.model.names import clean
 from fsdp2_strategy.model.ranks import on_ranks_of, ranks_per_layer, set_ranks_per_layer
-from fsdp2_strategy.model.state import Slot, model_state
+from fsdp2_strategy.model.state import Slot, attach, attached, model_state
 from fsdp2_strategy.model.wrappers import register_wrapper, unwrap_model
 from fsdp2_strategy.sharding.activation_checkpointing import recompute_activations
 from fsdp2_strategy.sharding.blocks import has_forward
-from fsdp2_strategy.sharding.bypassed_units import BypassHooks, clone_view_outputs
+from fsdp2_strategy.sharding.bypassed_units import BypassHooks, cast_to_own, clone_view_outputs, needs_own_dtype
+from fsdp2_strategy.sharding.direct_use import DirectUses
 from fsdp2_strategy.sharding.expert_parallel import divide_experts, plan_experts
 from fsdp2_strategy.sharding.gradient_dtypes import fix_gradient_dtypes, reduce_to_fp32
-from fsdp2_strategy.sharding.input_casts import cast_first, cast_inputs, cast_outputs
+from fsdp2_strategy.sharding.guarded_calls import guard_calls, guard_state_dict
+from fsdp2_strategy.sharding.input_casts import (
+    Hook,
+    cast_all,
+    cast_first,
+    cast_outputs,
+    cast_root_inputs,
+    cast_unit_inputs,
+    check_selected,
+    holds_weights,
+)
 from fsdp2_strategy.sharding.missing_gradients import fill_missing_gradients
 from fsdp2_strategy.sharding.plan import ShardPlan, modules_to_recompute, plan_units
 from fsdp2_strategy.sharding.precision import Precision
@@ -67,6 +80,8 @@ from fsdp2_strategy.sharding.vision_encoders import (
 _IS_FOR_TRAINING = Slot[bool]("sharded for training")
 _EXPERT_SIZE = Slot[int]("ranks that divide experts")
 _GIVEN_PLAN = Slot[dict[str, str] | None]("plan of the user for layers")
+_HALF = (torch.float16, torch.bfloat16)
+_HOOKS = Slot[BypassHooks]("hooks on passes")
 _DTYPES = Slot[dict[str, torch.dtype]]("dtypes of shards for training")
 
 
@@ -95,6 +110,7 @@ def shard_model(
     mixed_mm_data: MixedData | None = None,
     tensor_parallel_plan: Mapping[str, str] | None = None,
     expert_parallel_size: int = 1,
+    cast_inputs: Sequence[str] | bool = (),
 ) -> nn.Module:
     """Shard ``model`` in place, unit by unit; collective. A model that is already sharded is returned unchanged.
 
@@ -145,6 +161,9 @@ def shard_model(
             in `tensor_plan`.
         expert_parallel_size: number of successive ranks among which the experts of a mixture-of-experts model are
             divided, by the model's own plan; see `expert_mesh` for the numbers that fit.
+        cast_inputs: names of floating inputs of the model's forward that are cast to the half-precision compute dtype
+            when the model is called; True for all of them. Others are cast where they meet a weight; see [Note: inputs
+            of the model] in `input_casts`.
 
     Returns:
         ``model`` itself.
@@ -168,6 +187,7 @@ def shard_model(
     root = unwrap_model(model)
     if is_sharded(root):
         _check_sharded(root, mesh, tensor_parallel_plan, expert_parallel_size, is_training=is_training)
+        watch_wrapper(model)
         return model
     mesh = mesh or build_mesh()
     data_mesh, layer_mesh = data_parallel_mesh(mesh), tensor_parallel_mesh(mesh)
@@ -199,6 +219,7 @@ def shard_model(
                 experts=experts.values(),
             )
             recomputed = modules_to_recompute(plan, activation_checkpointing)
+            check_selected(root, cast_inputs)
             _check_experts(plan, experts, is_compiled=bool(compile_blocks))
             others = {
                 "compile_blocks": compile_blocks,
@@ -213,6 +234,7 @@ def shard_model(
             reshard,
             cpu_offload,
             tuple(recomputed),
+            cast_inputs if isinstance(cast_inputs, bool) else tuple(cast_inputs),
         )
         check_same_everywhere(name, (plan.signature(), options, layers), plan.parameters())
         for warning in plan.warnings():
@@ -221,33 +243,27 @@ def shard_model(
         _split_layers(plan, layers, layer_mesh)
         _divide_experts(plan, experts, expert_view, layer_mesh)
         recompute_activations(root, recomputed)
-        compiled = _modules_to_compile(plan) if compile_blocks else []
-        for module in compiled:
-            backend = compile_blocks if isinstance(compile_blocks, str) else "inductor"
-            module.forward = torch.compile(module.forward, backend=backend)
+        compiled = _compile_blocks(plan, compile_blocks)
         _add_cast_hooks(plan)
-        casts = {unit.module: unit.compute_dtype for unit in plan.units if unit.cast_inputs != "none"}
-        ignored = [unit.module for unit in plan.ignored]
         hooks = BypassHooks(
             root,
             plan.names,
-            casts=casts,
+            casts={unit.module: unit.compute_dtype for unit in plan.units if unit.cast_inputs != "none"},
             never_bypassed=compiled,
-            ignored=ignored,
+            ignored=[unit.module for unit in plan.ignored],
             is_bypassed=bool(plan.policy and plan.policy.bypassed),
         )
+        cast_where_weights_are(plan, hooks.cast_inputs, cast_inputs)
+        watched = _read_directly(plan, compiled)
         shard_units(plan, data_mesh, reshard, cpu_offload=cpu_offload, expert_view=expert_view)
-        for param_group in parameter_groups(root) if is_training else ():
-            fix_gradient_dtypes(param_group)
-            if masters_in_optimizer:
-                reduce_to_fp32(param_group)
+        _fix_gradient_dtypes(plan)
         _add_collective_hooks(plan)
         _add_hooks_for_skipped(plan, hooks)
         hooks.add_entry_points((*forward_methods, *plan.entry_points), _prefetch_order(plan, prefetch_depth))
-        state = model_state(root)
-        state.set(_IS_FOR_TRAINING, is_training)
-        state.set(_EXPERT_SIZE, expert_parallel_size)
-        state.set(_GIVEN_PLAN, dict(tensor_parallel_plan) if layers and tensor_parallel_plan else None)
+        _watch(model, hooks, watched)
+        model_state(root).set(_IS_FOR_TRAINING, is_training)
+        model_state(root).set(_EXPERT_SIZE, expert_parallel_size)
+        model_state(root).set(_GIVEN_PLAN, dict(tensor_parallel_plan) if layers and tensor_parallel_plan else None)
         _finish(root, layers, is_training=is_training)
         log("sharded %s over %s: %s, %s", name, _shape(mesh), counted(len(plan.units), "unit"), plan.source)
     return model
@@ -262,6 +278,44 @@ def _check_kinds(mesh: object, **lists: object) -> None:
             raise ShardError(f"cannot shard a model: {name} is {value!r}, expected a list of names. Pass a list.")
 
 
+def _watch(model: nn.Module, hooks: BypassHooks, units: Mapping[nn.Module, list[nn.Module]]) -> None:
+    """Watch the parameters of units that may be used without a call of their modules, and the model's wrapper."""
+    hooks.at_end_of_pass(DirectUses(units, hooks.begin_pass).end_pass)
+    attach(unwrap_model(model), _HOOKS, hooks)
+    watch_wrapper(model)
+
+
+def watch_wrapper(model: nn.Module) -> None:
+    """Register hooks with which a wrapper's forward can use parts of the sharded models in it; not collective.
+
+    See [Note: wrappers] in `bypassed_units`.
+    """
+    waiting = [] if isinstance(model, FSDPModule) else list(model.children())
+    while waiting:
+        module = waiting.pop()
+        if (hooks := attached(module, _HOOKS)) is not None:
+            hooks.add_wrapper(model)
+            guard_state_dict(model)
+        else:  # the forward of a sharded model around another one is a pass of its own
+            waiting += module.children()
+
+
+def _read_directly(plan: ShardPlan, compiled: Collection[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
+    """Return the modules whose parameters may be used without a call, by unit; see [Note: direct use].
+
+    The parameters must not be sharded yet.
+    """
+    found: dict[nn.Module, list[nn.Module]] = {}
+    for unit in plan.units:
+        if unit.kind in ("block", "experts", "vision") or unit.module in compiled:
+            continue
+        own = {id(parameter) for parameter in unit.parameters.values()}
+        holds = [m for m in unit.module.modules() if any(id(p) in own for p in m.parameters(recurse=False))]
+        if holds:
+            found[unit.module] = holds
+    return found
+
+
 def _finish(root: nn.Module, layers: TensorPlan | None, *, is_training: bool) -> None:
     """Store what later calls need to know of a model that is sharded, and add the hooks that check its passes."""
     if is_training:
@@ -269,6 +323,7 @@ def _finish(root: nn.Module, layers: TensorPlan | None, *, is_training: bool) ->
     root.register_forward_hook(partial(after_forward, class_name(root)), always_call=True)
     watch_passes(root)
     register_wrapper(root)
+    guard_calls(root, [module for module in root.modules() if isinstance(module, FSDPModule)])
     _add_checks(root, layers)
     remember_buffers(root)
 
@@ -448,6 +503,14 @@ def _add_collective_hooks(plan: ShardPlan) -> None:
     add_zero_gradients(plan.model, [param_groups[m] for m in of_images if m in param_groups])
 
 
+def _fix_gradient_dtypes(plan: ShardPlan) -> None:
+    """Register the hooks that set the dtypes of gradients of a model that is trained."""
+    for param_group in parameter_groups(plan.model) if plan.precision.is_training else ():
+        fix_gradient_dtypes(param_group)
+        if plan.precision.masters_in_optimizer:
+            reduce_to_fp32(param_group)
+
+
 def _add_hooks_for_skipped(plan: ShardPlan, hooks: BypassHooks) -> None:
     """Register the hooks of units that some ranks skip, unless the forward of the blocks is bypassed."""
     if not (plan.policy and plan.policy.bypassed):
@@ -459,7 +522,7 @@ def _add_cast_hooks(plan: ShardPlan) -> None:
     """Register hooks that cast inputs and outputs, and copy outputs that are views; FSDP2's hooks run after them."""
     for unit in plan.ignored:
         if unit.cast_inputs == "all":
-            cast_inputs(unit.module, unit.compute_dtype)
+            cast_all(unit.module, unit.compute_dtype)
         if unit.parent_dtype is not None:
             cast_outputs(unit.module, unit.parent_dtype)
     for module in dict.fromkeys((*(unit.module for unit in plan.units), plan.model)):
@@ -467,6 +530,38 @@ def _add_cast_hooks(plan: ShardPlan) -> None:
     for unit in (*plan.units, *plan.ignored):
         if unit.cast_inputs == "first":
             unit.module.register_forward_pre_hook(cast_first(unit.compute_dtype), with_kwargs=True)
+    for unit in plan.units:
+        if unit.cast_inputs == "all" and unit.kind != "root" and unit.compute_dtype in _HALF:
+            # A module that needs the dtype of its weights may get numbers of a sample, too.
+            of_all = needs_own_dtype(unit.module)
+            cast = cast_to_own if of_all else cast_unit_inputs(unit.module, unit.compute_dtype)
+            unit.module.register_forward_pre_hook(cast, with_kwargs=True)
+
+
+def cast_where_weights_are(plan: ShardPlan, cast_root: Callable[[Hook], None], selected: Sequence[str] | bool) -> None:
+    """Register hooks that cast the model's inputs, and those of modules of the root unit, in half precision.
+
+    ``cast_root`` registers the hook of the root. See [Note: inputs of the model] in `input_casts`.
+    """
+    half = plan.precision.half
+    if half is None:
+        return
+    is_policy = plan.policy is not None
+    cast_root(cast_root_inputs(plan.model, half, selected, is_policy=is_policy))
+    others = {unit.module for unit in (*plan.units, *plan.ignored) if unit.module is not plan.model}
+    waiting = [(plan.model, False)]
+    while waiting:
+        module, of_transformers = waiting.pop()
+        inside = of_transformers or lists_blocks(module)
+        waiting += [(child, inside) for child in module.children() if child not in others]
+        if module is plan.model:
+            continue
+        if lists_blocks(module) and not of_transformers and not is_policy:
+            module.register_forward_pre_hook(cast_root_inputs(module, half, ()), with_kwargs=True)
+        if needs_own_dtype(module):
+            module.register_forward_pre_hook(cast_to_own, with_kwargs=True)
+        elif holds_weights(module) and not of_transformers and not isinstance(module, nn.Embedding):
+            module.register_forward_pre_hook(cast_unit_inputs(module, half), with_kwargs=True)
 
 
 def _shape(mesh: DeviceMesh) -> str:
@@ -482,7 +577,12 @@ def _cast(plan: ShardPlan) -> None:
             parameter.data = parameter.data.to(plan.stored_dtype(unit, parameter)).contiguous()
 
 
-def _modules_to_compile(plan: ShardPlan) -> list[nn.Module]:
-    if plan.policy and plan.policy.bypassed:  # the submodules of a compiled block have no hooks to gather it
+def _compile_blocks(plan: ShardPlan, backend: bool | str) -> list[nn.Module]:
+    """Compile the forward of each block, if asked to, and return the blocks."""
+    # The submodules of a compiled block have no hooks to gather it.
+    if not backend or (plan.policy and plan.policy.bypassed):
         return []
-    return [u.module for u in plan.units if u.kind in ("block", "size") and has_forward(u.module)]
+    blocks = [u.module for u in plan.units if u.kind in ("block", "size") and has_forward(u.module)]
+    for module in blocks:
+        module.forward = torch.compile(module.forward, backend=backend if isinstance(backend, str) else "inductor")
+    return blocks

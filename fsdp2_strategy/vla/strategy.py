@@ -16,7 +16,7 @@ from contextlib import closing, nullcontext
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 import torch
 from torch import nn
@@ -35,6 +35,7 @@ from fsdp2_strategy.distributed.preemption import Preemption
 from fsdp2_strategy.distributed.progress import Progress
 from fsdp2_strategy.errors import ConfigError
 from fsdp2_strategy.lerobot.checkpoint_layout import LeRobotLayout
+from fsdp2_strategy.model.buffers import is_statistic
 from fsdp2_strategy.optim.schedule import BACKBONE_FREEZE, check_schedule_name
 from fsdp2_strategy.sharding.blocks import Classes, class_names_of
 from fsdp2_strategy.training import TrainingStrategy
@@ -94,7 +95,9 @@ class VLAFSDPStrategy(TrainingStrategy):
         state_dict_type: ignored; all ranks write checkpoints in parallel, to files that contain full tensors.
         llm_freeze_step: steps for which "backbone-freeze-warmup" keeps the backbone's learning rate at 0.
         optimizer_betas: Adam's betas.
-        cast_buffers: cast buffers to the dtype of gradient reduction, as VITRA does. bf16 rounds rotary frequencies.
+        cast_buffers: cast buffers to the dtype of gradient reduction, except statistics of data (of BatchNorm, of
+            normalisers, or named mean, std, min, max, q01, ...), which bf16 would round. "all" casts statistics, too,
+            as VITRA does. bf16 rounds rotary frequencies.
         shard_size: number of ranks that a parameter is sharded over. By default, shard within each node and replicate
             across nodes.
         max_num: maximum number of checkpoints to keep; None for all.
@@ -136,7 +139,7 @@ class VLAFSDPStrategy(TrainingStrategy):
         optimizer_betas: tuple[float, float] = (0.9, 0.999),
         *,
         as_flattened: bool = False,
-        cast_buffers: bool = True,
+        cast_buffers: bool | Literal["all"] = True,
         shard_size: int | None = None,
         max_num: int | None = 3,
         max_mem: float | None = 1000,
@@ -145,6 +148,7 @@ class VLAFSDPStrategy(TrainingStrategy):
         config: StrategyConfig | None = None,
     ) -> None:
         _check_choice("sharding_strategy", sharding_strategy, _RESHARDS)
+        _check_choice("cast_buffers", cast_buffers, (True, False, "all"))
         _check_choice("mixed_precision_dtype", mixed_precision_dtype, (torch.bfloat16, torch.float32))
         check_schedule_name(lr_scheduler_type)
         for name, value, least in (
@@ -233,7 +237,7 @@ class VLAFSDPStrategy(TrainingStrategy):
         )
         self.prepare_model(self.vla, is_training=True, shard_size=shard_size, reshard_after_forward=reshard)
         if self.cast_buffers:
-            _cast_buffers(self.vla, self.buffer_dtype)
+            _cast_buffers(self.vla, self.buffer_dtype, with_statistics=self.cast_buffers == "all")
         groups = vla_parameter_groups(
             self.vla,
             learning_rate=self.learning_rate,
@@ -582,10 +586,16 @@ def _check_choice(name: str, value: object, choices: Collection[object]) -> None
         raise ConfigError(f"cannot configure: {name} is {value!r}, expected {known}. Use one of them.")
 
 
-def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
+def _cast_buffers(model: nn.Module, dtype: torch.dtype, *, with_statistics: bool) -> None:
     """Cast a model's floating-point buffers; modules that share a buffer still share it afterwards."""
     cast: dict[int, torch.Tensor] = {}
+    kept = {
+        id(buffer)
+        for module_name, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if not with_statistics and buffer is not None and is_statistic(module_name, module, name)
+    }
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
+            if buffer is not None and buffer.is_floating_point() and id(buffer) not in kept:
                 module._buffers[name] = cast.setdefault(id(buffer), buffer.to(dtype))

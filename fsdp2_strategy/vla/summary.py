@@ -33,7 +33,7 @@ def summary(strategy: Any, n_train_examples: int) -> str:
         "batch": f"{s.global_batch_size} = {batch}",
         "sharding": s.sharding_strategy,
         "precision": f"parameters {computed}, reduction {s.buffer_dtype}",
-        "buffers": s.buffer_dtype if s.cast_buffers else "dtypes unchanged",
+        "buffers": _buffers(s),
         "activation checkpointing": recomputed,
         "schedule": f"{s.lr_scheduler_type}, {_warm_up(s)}",
         "learning rates": f"backbone {s.learning_rate}, action model {s.action_model_learning_rate}",
@@ -44,6 +44,12 @@ def summary(strategy: Any, n_train_examples: int) -> str:
         "steps": s.num_training_steps,
     }
     return "set up:\n" + "\n".join(f"  {name:<24} {fact}" for name, fact in facts.items())
+
+
+def _buffers(s: Any) -> str:
+    if not s.cast_buffers:
+        return "dtypes unchanged"
+    return f"{s.buffer_dtype}" if s.cast_buffers == "all" else f"{s.buffer_dtype}, statistics of data unchanged"
 
 
 def _warm_up(s: Any) -> str:

@@ -6,6 +6,7 @@ Input: an empty folder that all ranks share. Output: the error that the user get
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 import time
 from argparse import Namespace
@@ -26,6 +27,7 @@ from fsdp2_strategy import (
     ConfigError,
     DamageError,
     FSDPV2Strategy,
+    LogProbError,
     MeshError,
     Metrics,
     OffloadError,
@@ -37,6 +39,7 @@ from fsdp2_strategy import (
     StepError,
     StrategyConfig,
     build_optimizer,
+    linear_log_probs,
 )
 from fsdp2_strategy.compat.lightrft import get_strategy
 from fsdp2_strategy.rollout import stream_weights
@@ -480,6 +483,69 @@ def a_mistyped_schedule(folder):
     strategy = strategy_for()
     _, optimizer, _ = prepared(strategy)
     strategy.create_scheduler(optimizer, "cosin", num_training_steps=4)
+
+
+@mistake(
+    "cannot call save_pretrained: LlamaForCausalLM is sharded",
+    CheckpointError,
+    "transformers' `save_pretrained` is called on a prepared model, whose tensors are shards.",
+    "Call `strategy.save_model(model, tokenizer, output_dir)` on every rank.",
+)
+def save_pretrained_of_a_sharded_model(folder):
+    strategy_for().prepare_model(build("llama"), is_training=True).save_pretrained(folder)
+
+
+@mistake(
+    "cannot pickle the state dict of LlamaForCausalLM",
+    CheckpointError,
+    "`torch.save(model.state_dict(), path)` would write one rank's shards.",
+    "Call `save_ckpt` or `save_model` on every rank.",
+)
+def torch_save_of_a_sharded_state_dict(folder):
+    model = strategy_for().prepare_model(build("llama"), is_training=True)
+    torch.save(model.state_dict(), folder / f"{dist.get_rank()}.pt")
+
+
+@mistake(
+    "cannot add the module lm_head (Linear) to LlamaForCausalLM: the model is sharded",
+    ShardError,
+    "A module was added after `prepare_model`: a new head, or adapters by `get_peft_model`. Each rank would train it "
+    "for itself.",
+    "Change the model before `prepare_model`.",
+)
+def a_head_that_is_replaced_after_prepare_model(folder):
+    strategy_for().prepare_model(build("llama"), is_training=True).lm_head = nn.Linear(4, 4)
+
+
+@mistake(
+    "cannot cast LlamaForCausalLM from torch.float32 to torch.bfloat16: it is sharded",
+    ShardError,
+    "`model.bfloat16()`, `half()` or `to(dtype)` would round the fp32 master weights.",
+    "Set `bf16`, `fp16` or `keep_fp32`, or cast the model before `prepare_model`.",
+)
+def a_cast_of_a_sharded_model(folder):
+    strategy_for().prepare_model(build("llama"), is_training=True).bfloat16()
+
+
+@mistake(
+    "cannot copy LlamaForCausalLM: it is sharded",
+    ShardError,
+    "`copy.deepcopy` of a prepared model, for a reference or an average.",
+    "Copy the model before `prepare_model`, and prepare the copy; or use `moving_average`.",
+)
+def a_copy_of_a_sharded_model(folder):
+    copy.deepcopy(strategy_for().prepare_model(build("llama"), is_training=True))
+
+
+@mistake(
+    "cannot compute log-probabilities: the weight is a DTensor",
+    LogProbError,
+    "`linear_log_probs` is called outside of a forward, where the weight of the head is sharded.",
+    "Call it in the forward of a wrapper, and pass the wrapper to `prepare_model`; or call `token_log_probs`.",
+)
+def the_weight_of_a_head_outside_of_a_forward(folder):
+    model = strategy_for().prepare_model(build("llama"), is_training=True)
+    linear_log_probs(torch.randn(2, 3, 32), model.lm_head.weight, torch.zeros(2, 3, dtype=torch.int64))
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
