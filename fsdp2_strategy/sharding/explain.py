@@ -74,8 +74,8 @@ def explain(
             "auto".
         world_size: number of ranks to plan for; by default those of the process group, or 1.
         bf16, fp16, keep_fp32, masters_in_optimizer, reduce_in_full_precision, block_class_names, min_unit_params,
-            ignored_modules, mixed_mm_data, reshard_after_forward, cpu_offload, activation_checkpointing,
-            tensor_parallel_plan, expert_parallel_size: as for `shard_model`.
+            ignored_modules, conditional_modules, mixed_mm_data, reshard_after_forward, cpu_offload,
+            activation_checkpointing, tensor_parallel_plan, expert_parallel_size: as for `shard_model`.
         tensor_parallel_size: number of ranks that share each layer. The plan is not checked on a tiny model, which
             `shard_model` does.
         run: function that calls the model as training does, with a batch on the model's device (``lambda model:

@@ -37,6 +37,7 @@ from weakref import ref
 import torch
 from torch import nn
 
+from fsdp2_strategy.distributed.process_group import current_device
 from fsdp2_strategy.distributed.torch_internals import (
     IS_MANAGED,
     fsdp_state_of,
@@ -218,7 +219,9 @@ class _Owner:
 
     def _run_skipped(self, skipped: Sequence[_Part], before: _Tensors) -> torch.Tensor:
         """Run skipped parts as the identity of a number; its backward runs theirs, and then that of ``before``."""
-        number = _attach((torch.zeros(()),), before)[0] if before else torch.zeros(())
+        number = torch.zeros((), device=current_device())  # its backward runs on the thread of the units' backward
+        if before:
+            (number,) = _attach((number,), before)
         for part in skipped:
             number = self._for_part(part, number)
             for unit in part.units:
@@ -229,7 +232,7 @@ class _Owner:
         """Make the input of a part require a gradient, if it may require one on another rank."""
         if number.requires_grad or not torch.is_grad_enabled() or not self._needs_gradient(part):
             return number
-        return _attach((number,), (_leaf(),))[0]
+        return _attach((number,), (_leaf(number),))[0]
 
     def _needs_gradient(self, part: _Part) -> bool:
         """Return whether the input of a part must require a gradient, even if it does not depend on a parameter.
@@ -362,7 +365,7 @@ def _run_as_identity(unit: _Unit, number: torch.Tensor) -> torch.Tensor:
         return number
     if not number.requires_grad and not any(p.requires_grad for p in unit.module.parameters()):
         return number
-    (number,) = _attach((number,), () if number.requires_grad else (_leaf(),))
+    (number,) = _attach((number,), () if number.requires_grad else (_leaf(number),))
     number.register_hook(pre_backward_hook(state))  # type: ignore[no-untyped-call]
     return number
 
@@ -406,8 +409,8 @@ def _depends(values: Iterable[Any], on: _Tensors) -> bool:
     return False
 
 
-def _leaf() -> torch.Tensor:
-    return torch.zeros((), requires_grad=True)
+def _leaf(like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(like, requires_grad=True)
 
 
 def _attach(tensors: _Tensors, others: _Tensors) -> _Tensors:

@@ -93,8 +93,8 @@ SYMPTOMS = """\
 |---|---|---|
 | The run hangs. | Ranks wait in different calls. For example, one rank alone calls `save_ckpt`, and the others begin \
 the next forward pass. Both wait until `timeout_minutes` (30) have passed. | Look for `if rank == 0` before a \
-[collective call](collectives.md). `debug_divergence_seconds=60` raises an error after a minute, which names the rank; \
-a shorter `timeout_minutes` names the calls. |
+[collective call](collectives.md). If ranks run different units, an error names the units and ranks within \
+10 seconds; a shorter `timeout_minutes` names other calls. |
 | torchrun ends with ChildFailedError. | A rank has ended. `exitcode: -9` means that it was killed, often because the \
 host's memory was full. | The cause is in the first traceback above. |
 | The memory is full (CUDA out of memory). | Parameters, gradients, optimizer and activations of a rank do not fit. | \
