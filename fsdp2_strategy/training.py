@@ -387,9 +387,10 @@ class TrainingStrategy:
                     f"{value} on {some([str(rank) for rank, each in enumerate(values) if each == value], 'rank')}"
                     for value in dict.fromkeys(values)
                 )
+                kind = "number" if name in PARALLEL_SIZES else "setting"
                 raise ConfigError(
-                    f"cannot shard a model: {name} is {shown}, expected the same on all ranks. Start all ranks with "
-                    "the same configuration."
+                    f"cannot shard a model: {name} is {shown}, expected the same {kind} on all ranks. Start all ranks "
+                    "with the same configuration."
                 )
 
     @collective
@@ -407,12 +408,12 @@ class TrainingStrategy:
             SequenceError: on every rank: the batch has no sequences, or differs between ranks that share sequences.
         """
         self._check_open()
-        if not isinstance(batch, Mapping):
-            raise SequenceError(
-                f"cannot split sequences: the batch is a {type(batch).__name__}, expected a mapping of names to "
-                "tensors. Pass for example {'input_ids': ids}."
-            )
         if self.sp_size == 1:
+            if not isinstance(batch, Mapping):
+                raise SequenceError(
+                    f"cannot split sequences: the batch is a {type(batch).__name__}, expected a mapping of names to "
+                    "tensors. Pass for example {'input_ids': ids}."
+                )
             return dict(batch)
         with all_or_none("split sequences", SequenceError):
             check_same_batch(batch, self.sp_group)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -440,6 +442,14 @@ def all_raise(call, match):
     return time.monotonic() - began
 
 
+@contextmanager
+def without_board():
+    """Begin new logs, of ranks that share no memory, as those of several hosts."""
+    alone = staticmethod(lambda group: None)
+    with patch.object(unit_log._Board, "shared_by", alone), patch.object(unit_log, "_logs", {}):
+        yield
+
+
 @pytest.mark.parametrize("world", ranked((False, (2,)), (True, (3,))))
 def test_units_in_another_order_are_an_error_on_every_rank_that_names_them(world):
     strategy, model, optimizer = prepared(Ordered)
@@ -485,10 +495,8 @@ def test_modules_that_only_some_ranks_run_may_be_named():
 
 
 @pytest.mark.ranks(2)
-def test_passes_without_backward_are_compared_at_the_next_collective_call(monkeypatch, tmp_path):
-    monkeypatch.setattr(unit_log._Board, "shared_by", staticmethod(lambda group: None))  # as ranks of several hosts
-    monkeypatch.setattr(unit_log, "_logs", {})
-    with on_group(dist.new_group([0, 1])):
+def test_passes_without_backward_are_compared_at_the_next_collective_call():
+    with without_board(), on_group(dist.new_group([0, 1])):
         model = shard_model(Ordered(), block_class_names=("Block",), bf16=False)
         log = unit_log.current_log()
         assert log._board is None
@@ -506,10 +514,9 @@ def test_passes_without_backward_are_compared_at_the_next_collective_call(monkey
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["barrier", "step"])
 @pytest.mark.ranks(2)
-def test_ranks_that_wait_for_each_other_are_named_within_ten_seconds(kind, monkeypatch, end_ranks):
-    monkeypatch.setattr(unit_log._Board, "shared_by", staticmethod(lambda group: None))  # as ranks of several hosts
-    monkeypatch.setattr(unit_log, "_logs", {})
-    strategy, model, optimizer = prepared(Heads)
+def test_ranks_that_wait_for_each_other_are_named_within_ten_seconds(kind, end_ranks):
+    with without_board():
+        strategy, model, optimizer = prepared(Heads)
     batch = batch_of(0, 0)
     strategy.backward(loss_of(model, batch), model, optimizer)
     began = time.monotonic()
@@ -530,14 +537,14 @@ def test_ranks_that_wait_for_each_other_are_named_within_ten_seconds(kind, monke
 
 
 @pytest.mark.ranks(2)
-def test_a_rank_that_is_slow_is_no_error(monkeypatch):
-    monkeypatch.setattr(unit_log, "WATCH_SECONDS", 0.05)
-    strategy, model, optimizer = prepared(Heads)
-    for step in range(2):
-        if dist.get_rank() == step:
-            time.sleep(1)
-        strategy.backward(loss_of(model, batch_of(step, 0)), model, optimizer)
-        strategy.optimizer_step(optimizer, model)
+def test_a_rank_that_is_slow_is_no_error():
+    with patch.object(unit_log, "WATCH_SECONDS", 0.05):
+        strategy, model, optimizer = prepared(Heads)
+        for step in range(2):
+            if dist.get_rank() == step:
+                time.sleep(1)
+            strategy.backward(loss_of(model, batch_of(step, 0)), model, optimizer)
+            strategy.optimizer_step(optimizer, model)
 
 
 def test_plans_say_which_modules_ranks_may_skip():

@@ -281,7 +281,9 @@ def test_the_optimizers_of_a_call_replace_those_of_the_strategy(tmp_path):
     run = Run()
     run.train(1)
     other = run.strategy.create_optimizer(run.models["actor"], lr=0.5)
-    run.strategy.save_ckpt(run.models, tmp_path, optimizer={"actor": other}, scheduler=run.schedulers)
+    run.strategy.save_ckpt(
+        run.models, tmp_path, optimizer={"actor": other}, scheduler={"critic": run.schedulers["critic"]}
+    )
     state = json.loads((tmp_path / "global_step2" / "actor" / "trainer_state.json").read_text())
     assert state["optimizer"]["settings"][0]["lr"] == 0.5
     state = json.loads((tmp_path / "global_step2" / "critic" / "trainer_state.json").read_text())

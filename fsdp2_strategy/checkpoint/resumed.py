@@ -13,13 +13,13 @@ import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from fsdp2_strategy.checkpoint.several_models import ONLY
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.model.fsdp_state import class_name
+from fsdp2_strategy.model.state import Slot, model_state, states_with
 from fsdp2_strategy.model.wrappers import unwrap_model
 
 
@@ -36,7 +36,7 @@ class _Resumed:
         return self.path != other.path and self.step != other.step
 
 
-_resumed: WeakKeyDictionary[nn.Module, _Resumed] = WeakKeyDictionary()
+_RESUMED = Slot[_Resumed]("checkpoint that a model was resumed from")
 
 
 def record_resume(root: nn.Module, name: str, path: Path, step: int) -> None:
@@ -51,14 +51,14 @@ def record_resume(root: nn.Module, name: str, path: Path, step: int) -> None:
         step: the optimizer steps of the model in it.
     """
     own = _Resumed(class_name(root) if name == ONLY else f"the model {name!r}", path.absolute(), step)
-    _resumed[root] = own
+    model_state(root).set(_RESUMED, own)
     if _of_other_steps(own, root):
         gc.collect()  # models that the program no longer has
     _warn(own, _of_other_steps(own, root))
 
 
 def _of_other_steps(own: _Resumed, root: nn.Module) -> list[_Resumed]:
-    others = [each for model, each in _resumed.items() if model is not root]
+    others = [each for model, each in states_with(_RESUMED) if model is not root]
     return [each for each in others if each.path.parent == own.path.parent and each.differs_from(own)]
 
 
@@ -71,9 +71,9 @@ def compare_with_next_directories(model: nn.Module, others: Collection[nn.Module
         model: a model that was loaded.
         others: the models of the same trainer.
     """
-    own = _resumed.get(unwrap_model(model))
+    own = model_state(unwrap_model(model)).get(_RESUMED)
     if own is not None:
-        found = [each for other in others if (each := _resumed.get(other)) is not None]
+        found = [each for other in others if (each := model_state(other).get(_RESUMED)) is not None]
         next_to = [each for each in found if each.path.parent != own.path.parent]
         siblings = [each for each in next_to if each.path.parent.parent == own.path.parent.parent]
         _warn(own, [each for each in siblings if each.differs_from(own)])

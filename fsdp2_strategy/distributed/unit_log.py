@@ -331,9 +331,11 @@ class _Board:
             with contextlib.suppress(OSError):
                 folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
                 handle, path = tempfile.mkstemp(prefix="fsdp2_strategy-", dir=folder)
-                # Not a sparse file: if the memory were full, writing to it later would end the process.
-                os.posix_fallocate(handle, 0, _Board.size(ranks))
-                os.close(handle)
+                try:
+                    # Not a sparse file: if the memory were full, writing to it later would end the process.
+                    os.posix_fallocate(handle, 0, _Board.size(ranks))
+                finally:
+                    os.close(handle)
                 offer = [(path, Path(path).stat().st_ino, _boot())]
         dist.broadcast_object_list(offer, group_src=0, group=group)
         memory = None if offer[0] is None else _Board._opened(*offer[0], size=_Board.size(ranks))

@@ -112,6 +112,8 @@ class ReplicatedGradients:
             averages = torch.split(total, [gradient.numel() for gradient in gradients])
             for i, average in zip(places, averages, strict=True):
                 parameter = self._parameters[i]
+                if i in self.unused and parameter.device.type == "cpu" and not average.any():
+                    continue  # as for sharded parameters, see [Note: missing gradients]
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 parameter.grad += average.view_as(parameter)

@@ -77,6 +77,12 @@ def model_state(subject: object) -> ModelState:
     return _states.setdefault(subject, ModelState())
 
 
+def states_with(slot: Slot[T]) -> list[tuple[Any, T]]:
+    """Return each model, optimizer or ``FSDPParamGroup`` that has a value of a slot, with the value."""
+    found = [(subject, state.get(slot)) for subject, state in _states.items()]
+    return [(subject, value) for subject, value in found if value is not None]
+
+
 ATTACHED = "_fsdp2_strategy_carried"
 """Name of the module attribute that holds attached values."""
 

@@ -65,8 +65,7 @@ def build_scheduler(
     check_schedule_name(name)
     for option, value in (("num_training_steps", num_training_steps), ("num_warmup_steps", num_warmup_steps)):
         if value is not None:
-            least = 1 if option == "num_training_steps" else 0
-            check_number("build a schedule", option, value, OptimizerError, minimum=least)
+            check_number("build a schedule", option, value, OptimizerError, minimum=0)
     if warmup_ratio is not None:
         check_number("build a schedule", "warmup_ratio", warmup_ratio, OptimizerError)
     if warmup_ratio is not None:

@@ -451,7 +451,8 @@ def clip_grad_norm(parameters: nn.Module | Iterable[torch.Tensor], max_norm: flo
     with on_ranks_of(parameters):
         used = [] if model is None else used_numbers(parameters, model, world_size())
         squares, used = _sum_over_ranks(_gradients(parameters), *used)
-        remove_unused_gradients(parameters, used, world_size())
+        if model is not None:
+            remove_unused_gradients(parameters, model, used, world_size())
     return _scale(_gradients(parameters), math.sqrt(squares), max_norm)
 
 
@@ -621,7 +622,7 @@ def _reduce(
         loss, tokens, divisor = sums.totals(of_micro_batches, world_size(), ranks_per_layer(root))
         is_shared = data_size() == 1 or ranks_per_layer(root) == world_size()
         has_equal_losses = not is_shared and sums.are_losses_equal(of_micro_batches, world_size())
-        remove_unused_gradients(parameters, of_parameters, world_size())
+        remove_unused_gradients(parameters, root, of_parameters, world_size())
     return ReducedStep(
         norm=math.sqrt(squares) / ((scale.value if scale else 1.0) * divisor),
         divisor=divisor,

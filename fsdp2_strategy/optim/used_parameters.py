@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fsdp2_strategy.model.gradients import replicated_gradients
-from fsdp2_strategy.sharding.missing_gradients import unused_parameters
+from fsdp2_strategy.sharding.missing_gradients import restore_gradient, unused_parameters
 
 _EXACT_BITS = 53  # integers up to 2^53 are exact in float64
 
@@ -37,11 +37,15 @@ def used_numbers(parameters: Sequence[torch.Tensor], root: nn.Module, ranks: int
     return numbers
 
 
-def remove_unused_gradients(parameters: Sequence[torch.Tensor], sums: Sequence[float], ranks: int) -> None:
+def remove_unused_gradients(
+    parameters: Sequence[torch.Tensor], root: nn.Module, sums: Sequence[float], ranks: int
+) -> None:
     """Set gradients to None that no rank has computed; ``sums`` are those of `used_numbers`; not collective."""
     for parameter, count in zip(parameters, _counts(sums, ranks), strict=False):
         if not count:
             parameter.grad = None
+        elif parameter.grad is None:
+            restore_gradient(root, parameter)
 
 
 def _digits(ranks: int) -> int:

@@ -52,10 +52,17 @@ class DirectUses:
     Args:
         units: the sharded modules whose own parameters, and those of the modules within them, are watched.
         begin_pass: returns whether a pass of the model is running; it may begin one.
+        on_use: is called with each unit of which a parameter is read, when this happens for the first time.
     """
 
-    def __init__(self, units: Mapping[nn.Module, list[nn.Module]], begin_pass: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        units: Mapping[nn.Module, list[nn.Module]],
+        begin_pass: Callable[[], bool],
+        on_use: Callable[[nn.Module], None] | None = None,
+    ) -> None:
         self._begin_pass = begin_pass
+        self._on_use = on_use
         self._read: dict[nn.Module, None] = {}
         """Units that were gathered because a parameter was read, in the running pass."""
         self._read_before: WeakSet[nn.Module] = WeakSet()
@@ -76,6 +83,8 @@ class DirectUses:
         if not ((is_in_backward() and unit in self._read_before) or self._begin_pass()):
             return
         self._read[unit] = None
+        if self._on_use is not None and unit not in self._read_before:
+            self._on_use(unit)
         self._read_before.add(unit)
         for group in groups:
             gather(group)

@@ -158,11 +158,7 @@ def _apply(unit: nn.Module, apply: Callable[..., Any], change: Callable[..., Any
     for dtype, device in dict.fromkeys((shard.dtype, shard.device) for shard in shards):
         new = change(torch.empty(0, dtype=dtype, device=device))
         if new.dtype != dtype:
-            raise ShardError(
-                f"cannot cast {class_name(unit)} from {dtype} to {new.dtype}: it is sharded, and prepare_model has "
-                "chosen the dtypes in which it is stored and computes, expected a call that keeps them. Set bf16, fp16 "
-                "or keep_fp32 of the configuration, or cast the model before prepare_model."
-            )
+            return apply(change, recurse)  # type: ignore[no-any-return]  # `check_dtypes` refuses to train the model
         if new.device != device and new.device.type != current_device().type:
             raise ShardError(
                 f"cannot move {class_name(unit)} from {device} to {new.device}: it is sharded, and its ranks exchange "

@@ -10,8 +10,9 @@ of a unit has run, each rank adds zeros for trainable parameters that have no gr
 the unsharded model: a rank that did not use a parameter adds nothing to its gradient.
 
 A parameter that no rank used has no gradient in the unsharded model, and its optimizer skips it. Which parameters these
-are is known after an exchange only. So until the optimizer step, their gradients are zeros. The all-reduce of the
-gradient norm carries for each parameter the number of ranks that used it, several numbers in each element
+are is known after an exchange only. So until the optimizer step, their gradients are zeros. (On a CPU, gradients of
+zeros are taken away until then. On an accelerator, to look at their values would be a synchronisation.) The all-reduce
+of the gradient norm carries for each parameter the number of ranks that used it, several numbers in each element
 (`optim.step_sums`), and gradients that no rank has computed are removed before the step.
 """
 
@@ -32,6 +33,7 @@ from fsdp2_strategy.distributed.torch_internals import (
     has_unreduced_gradient,
     hook_inputs,
     is_gathered_for_backward,
+    local_of,
     parameters_of,
     reduce_gradients,
     reduces_gradients,
@@ -51,6 +53,8 @@ class _UnitGradients:
         """Whether the backward of the unit has run since its last reduction."""
         self.unused: set[int] = set()
         """Positions of the parameters whose gradient consists of zeros of this rank only."""
+        self.hidden: dict[int, torch.Tensor] = {}
+        """Gradients of zeros that were taken from their parameters until the next step, by position."""
 
 
 _GRADIENTS = Slot[_UnitGradients]("gradients that this rank did not compute")
@@ -69,6 +73,17 @@ def fill_missing_gradients(param_groups: Iterable[Any]) -> None:
             register_hook(param_group, "hook inputs for reduce", "missing gradients", _hook_inputs)
 
 
+def restore_gradient(model: nn.Module, parameter: torch.Tensor) -> None:
+    """Give a parameter back its gradient of zeros that was taken from it, because another rank used it."""
+    for param_group in parameter_groups(model):
+        own = model_state(param_group).get(_GRADIENTS)
+        for i, gradient in (own.hidden if own is not None else {}).items():
+            if shard_of(parameters_of(param_group)[i]) is parameter:
+                parameter.grad = gradient
+                return
+    parameter.grad = torch.zeros_like(parameter)
+
+
 def unused_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     """Yield the sharded parameters whose gradients are zeros because this rank did not use them; not collective."""
     for param_group in parameter_groups(model):
@@ -81,10 +96,22 @@ def unused_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 @torch.no_grad()
 def _reduce_all(own: _UnitGradients, param_group: Any, reduce: Callable[..., None], *unused: Any) -> None:
     own.has_run |= is_gathered_for_backward(param_group)
-    if own.has_run and reduces_gradients(param_group):
-        own.has_run = False
-        _add_zeros(own, param_group)
+    if not (own.has_run and reduces_gradients(param_group)):
+        reduce(*unused)
+        return
+    own.has_run = False
+    _add_zeros(own, param_group)
     reduce(*unused)
+    _hide_zeros(own, param_group)
+
+
+def _hide_zeros(own: _UnitGradients, param_group: Any) -> None:
+    """Take gradients of zeros from parameters that this rank did not use, on CPUs."""
+    parameters = parameters_of(param_group)
+    for i in own.unused:
+        shard = shard_of(parameters[i])
+        if shard.grad is not None and shard.grad.device.type == "cpu" and not local_of(shard.grad).any():
+            own.hidden[i], shard.grad = shard.grad, None
 
 
 def _hook_inputs(param_group: Any, _register: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -280,7 +280,7 @@ def _check_kinds(mesh: object, **lists: object) -> None:
 
 def _watch(model: nn.Module, hooks: BypassHooks, units: Mapping[nn.Module, list[nn.Module]]) -> None:
     """Watch the parameters of units that may be used without a call of their modules, and the model's wrapper."""
-    hooks.at_end_of_pass(DirectUses(units, hooks.begin_pass).end_pass)
+    hooks.at_end_of_pass(DirectUses(units, hooks.begin_pass, hooks.on_bypass).end_pass)
     attach(unwrap_model(model), _HOOKS, hooks)
     watch_wrapper(model)
 

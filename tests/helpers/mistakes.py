@@ -518,16 +518,6 @@ def a_head_that_is_replaced_after_prepare_model(folder):
 
 
 @mistake(
-    "cannot cast LlamaForCausalLM from torch.float32 to torch.bfloat16: it is sharded",
-    ShardError,
-    "`model.bfloat16()`, `half()` or `to(dtype)` would round the fp32 master weights.",
-    "Set `bf16`, `fp16` or `keep_fp32`, or cast the model before `prepare_model`.",
-)
-def a_cast_of_a_sharded_model(folder):
-    strategy_for().prepare_model(build("llama"), is_training=True).bfloat16()
-
-
-@mistake(
     "cannot copy LlamaForCausalLM: it is sharded",
     ShardError,
     "`copy.deepcopy` of a prepared model, for a reference or an average.",
