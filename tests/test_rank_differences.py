@@ -519,16 +519,16 @@ def test_passes_without_backward_are_compared_at_the_next_collective_call():
 def test_ranks_that_wait_for_each_other_are_named_within_ten_seconds(kind, end_ranks):
     with without_board():
         strategy, model, optimizer = prepared(Heads)
-    batch = batch_of(0, 0)
-    strategy.backward(loss_of(model, batch), model, optimizer)
-    began = time.monotonic()
-    with pytest.raises(RuntimeError) as caught:
-        if dist.get_rank() == 0:
-            model(*batch[:2])
-        elif kind == "barrier":
-            dist.barrier()
-        else:
-            strategy.optimizer_step(optimizer, model)
+        batch = batch_of(0, 0)
+        strategy.backward(loss_of(model, batch), model, optimizer)
+        began = time.monotonic()
+        with pytest.raises(RuntimeError) as caught:
+            if dist.get_rank() == 0:
+                model(*batch[:2])
+            elif kind == "barrier":
+                dist.barrier()
+            else:
+                strategy.optimizer_step(optimizer, model)
     assert time.monotonic() - began < 10
     if kind == "step":
         expected = "rank 0 gathers the root unit of Heads, rank 1 takes an optimizer step"

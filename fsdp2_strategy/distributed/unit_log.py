@@ -158,12 +158,12 @@ class UnitLog:
         Raises:
             StepError: on every rank, if another rank does something else.
         """
-        self.begin(entry, length)
         try:
+            self.begin(entry, length)
             result = collective()
         except RuntimeError as error:
             self._is_inside = False
-            if is_lost_rank(error) and (text := reported_divergence(wait=True)):
+            if not isinstance(error, StepError) and is_lost_rank(error) and (text := reported_divergence(wait=True)):
                 raise _agreed(text) from error
             raise
         self.end()
