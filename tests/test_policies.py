@@ -28,11 +28,6 @@ from torch.utils._pytree import tree_map_only
 
 from fsdp2_strategy import FSDPV2Strategy, StepError, StrategyConfig, build_optimizer
 from fsdp2_strategy.model.names import matches, named_parameters
-from fsdp2_strategy.sharding.bypassed_units import cast_to_own, needs_own_dtype
-from fsdp2_strategy.sharding.input_casts import cast_unit_inputs
-from fsdp2_strategy.sharding.plan import plan_units
-from fsdp2_strategy.sharding.precision import Precision
-from fsdp2_strategy.sharding.shard import cast_where_weights_are
 
 # Where a gradient is zero but for rounding, Adam makes a step of it; this keeps the step as small as the rounding.
 OPTIONS = {"lr": 1e-3, "eps": 1e-6, "weight_decay": 0.1}
@@ -51,24 +46,11 @@ class MixedPrecision(nn.Module):
         super().__init__()
         self.inner = copy.deepcopy(model).float()
         self.keep_fp32 = tuple(keep_fp32)
-        precision = Precision(bf16=True, is_training=True, keep_fp32=self.keep_fp32)
-        plan = plan_units(self.inner, precision)
-        cast_where_weights_are(plan, self.cast_root, ())
-        for unit in plan.units:
-            if unit.kind != "root" and unit.cast_inputs == "all" and unit.compute_dtype == torch.bfloat16:
-                hook = cast_unit_inputs(unit.module, torch.bfloat16)
-                unit.module.register_forward_pre_hook(hook, with_kwargs=True)
-        for module in self.inner.modules():
-            if needs_own_dtype(module):
-                module.register_forward_pre_hook(cast_to_own, with_kwargs=True)
         for name, policy in units.items():
             module = self.inner.get_submodule(name)
             if policy.cast_forward_inputs:
                 module.register_forward_pre_hook(partial(_cast_inputs, policy.param_dtype), with_kwargs=True)
             module.register_forward_hook(partial(_cast_outputs, policy.output_dtype))
-
-    def cast_root(self, hook):
-        self.inner.register_forward_pre_hook(hook, with_kwargs=True)
 
     def forward(self, batch):
         parameters = self.inner.named_parameters()

@@ -83,10 +83,7 @@ _PassKind = tuple[str, bool, bool]
 _Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 # Modules that raise an error if the dtype of an input differs from the dtype of their parameters.
-_NEEDS_OWN_DTYPE = (
-    *(nn.Linear, nn.Bilinear, *CONVOLUTIONS, nn.MultiheadAttention, nn.LayerNorm, nn.GroupNorm),
-    *(nn.RNNBase, nn.RNNCellBase, nn.PReLU, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
-)
+_NEEDS_OWN_DTYPE = (nn.Linear, nn.Bilinear, *CONVOLUTIONS, nn.MultiheadAttention, nn.LayerNorm, nn.GroupNorm)
 
 
 class BypassHooks:
@@ -137,7 +134,6 @@ class BypassHooks:
         self._at_end: list[Callable[[], None]] = []
         """Called at the end of a pass, before FSDP2's hooks."""
         self._wrapper = _WrapperPass()
-        self._cast_inputs: Callable[..., _Inputs] | None = None
         for module, around in self._units_around.items():
             if not around:
                 module.register_forward_pre_hook(self._check_running)
@@ -165,11 +161,6 @@ class BypassHooks:
                 setattr(self._root, name, functools.wraps(method)(functools.partial(self._run_method, name, method)))
         forward = self._root.forward
         self._root.forward = functools.wraps(forward)(functools.partial(self._run_forward, forward))
-
-    def cast_inputs(self, cast: Callable[..., _Inputs]) -> None:
-        """Cast the inputs of the root, also those of its entry points; call this before the root is sharded."""
-        self._cast_inputs = cast
-        self._root.register_forward_pre_hook(cast, with_kwargs=True)
 
     def add_wrapper(self, wrapper: nn.Module) -> None:
         """Make the forward of a wrapper of the sharded root a pass, if it uses parts of the root; [Note: wrappers]."""
@@ -225,8 +216,6 @@ class BypassHooks:
         reset_after_failed_forward(self._root)
         state = fsdp_state_of(self._root)
         args, kwargs = run_pre_forward(state, self._root, args, kwargs)
-        if self._cast_inputs is not None:
-            args, kwargs = self._cast_inputs(self._root, args, kwargs)
         self._enter(name)
         try:
             output = self._run_pass(method, *args, **kwargs)
@@ -494,23 +483,8 @@ def _required_dtype(module: nn.Module) -> torch.dtype | None:
     """Return the dtype that a module requires of its inputs, or None; see [Note: fp32 inputs]."""
     if not isinstance(module, _NEEDS_OWN_DTYPE):
         return None
-    parameter = next(module.parameters(), None)
-    if parameter is None or torch.is_autocast_enabled(parameter.device.type):
-        return None
-    return parameter.dtype
-
-
-def needs_own_dtype(module: nn.Module) -> bool:
-    """Return whether a module raises an error for inputs of another dtype than its weights; [Note: fp32 inputs]."""
-    return isinstance(module, _NEEDS_OWN_DTYPE)
-
-
-def cast_to_own(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs | None:
-    """Cast floating inputs to the dtype of a module's weights, unless autocast is enabled; a forward pre-hook."""
-    parameter = next(module.parameters(), None)
-    if parameter is None or torch.is_autocast_enabled(parameter.device.type):
-        return None
-    return _cast(parameter.dtype, args, kwargs)
+    parameter = next(p for p in module._parameters.values() if p is not None)
+    return None if torch.is_autocast_enabled(parameter.device.type) else parameter.dtype
 
 
 def _cast(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs | None:
