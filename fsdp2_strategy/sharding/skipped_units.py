@@ -362,6 +362,7 @@ def _run_as_identity(unit: _Unit, number: torch.Tensor) -> torch.Tensor:
         param_group_post_forward(param_group, unit.module)
     mark_idle(state)
     if not torch.is_grad_enabled():
+        unit.module.reshard()  # type: ignore[operator]  # also if units stay gathered: no backward follows
         return number
     if not number.requires_grad and not any(p.requires_grad for p in unit.module.parameters()):
         return number
