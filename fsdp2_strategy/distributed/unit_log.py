@@ -245,6 +245,11 @@ class UnitLog:
         """Return the number of entries, and whether the main thread is in a collective; for the watcher."""
         return self._count, self._is_inside or collective_in_progress() is not None
 
+    @property
+    def is_releasing(self) -> bool:
+        """Whether ranks of this host are being released from a collective, which a slow rank may delay."""
+        return self._board is not None and self._board.conflict > self._handled
+
     def compare_published(self) -> None:
         """Publish this rank's log, compare it with those that others have published, and break off if they differ."""
         store = default_store()
@@ -266,9 +271,7 @@ class UnitLog:
             self._texts |= {int(entry): text for entry, text in each["texts"].items()}
         text = self._difference(logs)
         if text is None and len(logs) == len(self._ranks) and len({each["count"] for each in logs.values()}) > 1:
-            waiting = ", ".join(
-                f"rank {self._ranks[i]} waits in {self._where(each)}" for i, each in sorted(logs.items())
-            )
+            waiting = ", ".join(f"rank {self._ranks[i]} waits in {each['call']}" for i, each in sorted(logs.items()))
             text = (
                 f"cannot continue: all ranks wait for each other: {waiting}, expected all ranks in the same call. "
                 "Check conditions such as 'if rank == 0' around collective calls, and the passes on each rank."
@@ -276,9 +279,6 @@ class UnitLog:
         if text is not None:
             report_divergence(text)
             disconnect()
-
-    def _where(self, log: dict[str, Any]) -> str:
-        return str(log["call"])
 
     def _difference(self, logs: dict[int, dict[str, Any]]) -> str | None:
         """Return the message for the first entry that differs between logs that have it; None if there is none."""
@@ -457,7 +457,7 @@ def _watch(log: ref[UnitLog]) -> None:
         now = known.look()
         unchanged = unchanged + 1 if now == before and now[1] else 0
         before = now
-        if unchanged >= PATIENCE:
+        if unchanged >= PATIENCE * (2 if known.is_releasing else 1):
             with contextlib.suppress(Exception):  # the store may be lost, too
                 known.compare_published()
         del known
