@@ -467,6 +467,23 @@ def test_units_in_another_order_are_an_error_on_every_rank_that_names_them(world
     compare("Heads")
 
 
+@pytest.mark.ranks(3)
+def test_a_rank_that_is_still_in_the_collective_before_hears_of_units_in_another_order():
+    strategy, model, optimizer = prepared(Ordered)
+    rank = dist.get_rank()
+
+    def end(log, original=unit_log.UnitLog.end):
+        time.sleep(0.2 if rank == 1 else 0)
+        original(log)
+
+    def train():
+        strategy.backward(model(torch.ones(2, 8), ("two", "one") if rank == 2 else ("one", "two")).sum(), model)
+
+    with patch.object(unit_log.UnitLog, "end", end):
+        each = "rank 0 gathers two of Ordered, rank 1 gathers two of Ordered, rank 2 gathers one of Ordered"
+        assert all_raise(train, each) < 5
+
+
 @pytest.mark.ranks(2)
 def test_a_rank_that_runs_another_pass_is_an_error_on_every_rank():
     strategy, model, optimizer = prepared(Heads)

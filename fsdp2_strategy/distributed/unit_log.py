@@ -149,7 +149,8 @@ class UnitLog:
             StepError: on every rank, if another rank did something else meanwhile.
         """
         self._is_inside = False
-        if self._board is not None and self._board.conflict > self._handled:
+        # Ranks that are ahead may have a conflict in a collective that this rank has yet to begin.
+        if self._board is not None and self._handled < self._board.conflict <= self._count:
             self._raise_conflict(self._board.conflict - 1)
 
     def run(self, entry: int, collective: Callable[[], Any], length: int = 0) -> Any:
