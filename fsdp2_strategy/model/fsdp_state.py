@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -66,6 +67,12 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
             for param_group in param_groups_of(fsdp_state_of(module)):
                 drop_gather_in_flight(param_group)
+
+
+def reshard_without_backward(unit: nn.Module, *_: object) -> None:
+    """Reshard a unit that stays gathered for backward, if no backward will follow; a forward hook."""
+    if isinstance(unit, FSDPModule) and not torch.is_grad_enabled():
+        unit.reshard()
 
 
 def reset_units(model: nn.Module) -> None:

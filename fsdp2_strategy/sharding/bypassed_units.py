@@ -131,6 +131,8 @@ class BypassHooks:
         self._prefetch: PrefetchOrder | None = None
         self.on_bypass: Callable[[nn.Module], None] | None = None
         """Is called with each unit whose forward is bypassed."""
+        self._at_start: list[Callable[[], None]] = []
+        """Called at the start of a pass, or of a wrapper's forward that may begin one."""
         self._at_end: list[Callable[[], None]] = []
         """Called at the end of a pass, before FSDP2's hooks."""
         self._wrapper = _WrapperPass()
@@ -170,9 +172,10 @@ class BypassHooks:
         wrapper.register_forward_pre_hook(self._enter_wrapper, prepend=True)
         wrapper.register_forward_hook(self._leave_wrapper, always_call=True)
 
-    def at_end_of_pass(self, call: Callable[[], None]) -> None:
-        """Call a function at the end of each pass."""
-        self._at_end.append(call)
+    def around_passes(self, start: Callable[[], None], end: Callable[[], None]) -> None:
+        """Call a function at the start of each pass, and one at its end."""
+        self._at_start.append(start)
+        self._at_end.append(end)
 
     def begin_pass(self) -> bool:
         """Return whether a pass is running; begin one if the forward of a wrapper is running."""
@@ -186,6 +189,8 @@ class BypassHooks:
     def _enter_wrapper(self, *_: object) -> None:
         choose_root(fsdp_state_of(self._root))  # it reads all parameters, before the first pass
         self._wrapper.depth += 1
+        if self._wrapper.depth == 1 and not self._depth:
+            self._start()
 
     def _leave_wrapper(self, _wrapper: nn.Module, _inputs: object, output: Any) -> Any:
         """End the pass that a wrapper's forward has begun; ``output`` is None if the forward raised."""
@@ -274,11 +279,16 @@ class BypassHooks:
         self._depth += 1
         if self._depth > 1:
             return
+        self._start()
         self._kind = (method, self._root.training, torch.is_grad_enabled())
         if not self._are_hooks_needed and self._kind not in self._kinds_without_hooks:
             self._register_hooks()
         if self._prefetch is not None:
             self._prefetch.start_pass(self._kind)
+
+    def _start(self) -> None:
+        for call in self._at_start:
+            call()
 
     def _register_hooks(self) -> None:
         """Register hooks on the modules with direct parameters.

@@ -53,14 +53,17 @@ class DirectUses:
         units: the sharded modules whose own parameters, and those of the modules within them, are watched.
         begin_pass: returns whether a pass of the model is running; it may begin one.
         on_use: is called with each unit of which a parameter is read, when this happens for the first time.
+        skipped: units that are gathered in the running pass, although they have not run; [Note: skipped units].
     """
 
     def __init__(
         self,
         units: Mapping[nn.Module, list[nn.Module]],
         begin_pass: Callable[[], bool],
-        on_use: Callable[[nn.Module], None] | None = None,
+        on_use: Callable[[nn.Module], None] | None,
+        skipped: set[nn.Module],
     ) -> None:
+        self.skipped = skipped
         self._begin_pass = begin_pass
         self._on_use = on_use
         self._read: dict[nn.Module, None] = {}
@@ -69,6 +72,9 @@ class DirectUses:
         """Units that were gathered for this reason in any pass."""
         self._nodes: dict[nn.Module, list[Any]] = {}
         """The marked nodes of the parameters of units that were read, until their forward or the end of the pass."""
+        self._units = list(units)
+        self._may_be_gathered = False
+        """Whether a pass without gradients may have left units gathered (with ``reshard_after_forward=False``)."""
         for unit, modules in units.items():
             for module in modules:
                 if type(module).__setattr__ is nn.Module.__setattr__:  # others (nn.LSTM) read what FSDP2 sets
@@ -77,17 +83,19 @@ class DirectUses:
     def gather(self, unit: nn.Module) -> None:
         """Gather a unit whose parameter is read, if a pass is running; collective then."""
         groups = param_groups_of(fsdp_state_of(unit))
-        if all(map(has_full_parameters, groups)):
+        if unit not in self.skipped and all(map(has_full_parameters, groups)):
             return
         # A backward that computes activations again reads what the forward has read; others may report gradients.
         if not ((is_in_backward() and unit in self._read_before) or self._begin_pass()):
             return
+        self.skipped.discard(unit)
         self._read[unit] = None
         if self._on_use is not None and unit not in self._read_before:
             self._on_use(unit)
         self._read_before.add(unit)
         for group in groups:
-            gather(group)
+            if not has_full_parameters(group):
+                gather(group)
             # Hooks of a unit must not refer to its modules.
             register_hook(group, "gather for forward", "direct use", functools.partial(_begin_forward, self._nodes))
         if torch.is_grad_enabled() and not is_in_backward():
@@ -95,13 +103,22 @@ class DirectUses:
             for node in self._nodes[unit]:
                 node.metadata[_MARK] = True
 
+    def start_pass(self) -> None:
+        """Free the units that passes without gradients left gathered: in these, direct uses are not noticed."""
+        if self._may_be_gathered and torch.is_grad_enabled():
+            self._may_be_gathered = False
+            for unit in self._units:
+                unit.reshard()  # type: ignore[operator]
+
     def end_pass(self) -> None:
         """Free the units that were gathered in a pass without gradients; those with gradients wait for backward."""
         if not torch.is_grad_enabled():
+            self._may_be_gathered = True
             for unit in self._read:
                 unit.reshard()  # type: ignore[operator]
         self._read.clear()
         self._nodes.clear()
+        self.skipped.clear()
 
 
 class _Watched(dict[str, Any]):
@@ -113,7 +130,8 @@ class _Watched(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)
-        if isinstance(value, DTensor):  # otherwise, it is gathered; a gathered part of a layer is a DTensor, too
+        # Otherwise, it is gathered; a gathered part of a layer is a DTensor, too.
+        if isinstance(value, DTensor) or self._unit in self._uses.skipped:
             self._uses.gather(self._unit)
             value = super().__getitem__(name)
         return value

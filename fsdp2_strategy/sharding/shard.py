@@ -243,9 +243,9 @@ def shard_model(
         shard_units(plan, data_mesh, reshard, cpu_offload=cpu_offload, expert_view=expert_view)
         _fix_gradient_dtypes(plan)
         _add_collective_hooks(plan)
-        _add_hooks_for_skipped(plan, hooks)
+        skipped = _add_hooks_for_skipped(plan, hooks)
         hooks.add_entry_points((*forward_methods, *plan.entry_points), _prefetch_order(plan, prefetch_depth))
-        _watch(model, hooks, watched)
+        _watch(model, hooks, watched, skipped)
         model_state(root).set(_IS_FOR_TRAINING, is_training)
         model_state(root).set(_EXPERT_SIZE, expert_parallel_size)
         model_state(root).set(_GIVEN_PLAN, dict(tensor_parallel_plan) if layers and tensor_parallel_plan else None)
@@ -263,9 +263,12 @@ def _check_kinds(mesh: object, **lists: object) -> None:
             raise ShardError(f"cannot shard a model: {name} is {value!r}, expected a list of names. Pass a list.")
 
 
-def _watch(model: nn.Module, hooks: BypassHooks, units: Mapping[nn.Module, list[nn.Module]]) -> None:
+def _watch(
+    model: nn.Module, hooks: BypassHooks, units: Mapping[nn.Module, list[nn.Module]], skipped: set[nn.Module]
+) -> None:
     """Watch the parameters of units that may be used without a call of their modules, and the model's wrapper."""
-    hooks.at_end_of_pass(DirectUses(units, hooks.begin_pass, hooks.on_bypass).end_pass)
+    uses = DirectUses(units, hooks.begin_pass, hooks.on_bypass, skipped)
+    hooks.around_passes(uses.start_pass, uses.end_pass)
     attach(unwrap_model(model), _HOOKS, hooks)
     watch_wrapper(model)
 
@@ -496,11 +499,18 @@ def _fix_gradient_dtypes(plan: ShardPlan) -> None:
             reduce_to_fp32(param_group)
 
 
-def _add_hooks_for_skipped(plan: ShardPlan, hooks: BypassHooks) -> None:
-    """Register the hooks of units that some ranks skip, unless the forward of the blocks is bypassed."""
-    if not (plan.policy and plan.policy.bypassed):
-        kinds = {unit.module: unit.kind for unit in plan.units}
-        hooks.on_bypass = SkippedUnits(plan.model, kinds, [unit.module for unit in plan.ignored]).exclude
+def _add_hooks_for_skipped(plan: ShardPlan, hooks: BypassHooks) -> set[nn.Module]:
+    """Register the hooks of units that some ranks skip, unless the forward of the blocks is bypassed.
+
+    Returns:
+        The set to which these hooks add the units that are skipped in the running pass.
+    """
+    if plan.policy and plan.policy.bypassed:
+        return set()
+    kinds = {unit.module: unit.kind for unit in plan.units}
+    units = SkippedUnits(plan.model, kinds, [unit.module for unit in plan.ignored])
+    hooks.on_bypass = units.exclude
+    return units.skipped
 
 
 def _add_cast_hooks(plan: ShardPlan) -> None:

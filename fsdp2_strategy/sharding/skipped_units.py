@@ -54,6 +54,7 @@ from fsdp2_strategy.distributed.torch_internals import (
     tree_leaves,
     tree_unflatten,
 )
+from fsdp2_strategy.model.fsdp_state import reshard_without_backward
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 _KINDS_OF_CHILDREN = ("block", "size")
@@ -126,6 +127,8 @@ class SkippedUnits:
     """
 
     def __init__(self, root: nn.Module, kinds: Mapping[nn.Module, str], ignored: Iterable[nn.Module]) -> None:
+        self.skipped: set[nn.Module] = set()
+        """The units that ran as the identity in the running pass, and have not run since."""
         self._kinds = kinds
         self._ignored = set(ignored)
         self._parts: dict[nn.Module, _Part] = {}
@@ -135,7 +138,7 @@ class SkippedUnits:
         self._repeated = {module for module, count in paths.items() if count > 1}
         for module in root.modules():
             if not isinstance(module, _CONTAINERS) and (parts := list(self._parts_of(module))):
-                _Owner(root, module, parts)
+                _Owner(root, module, parts, self.skipped)
                 if module is not root and layerdrop_of(module):
                     # transformers would run all layers of a module that FSDP2 manages, and use their outputs.
                     setattr(module, IS_MANAGED, False)
@@ -169,8 +172,9 @@ class SkippedUnits:
 class _Owner:
     """A module that runs parts."""
 
-    def __init__(self, root: nn.Module, module: nn.Module, parts: list[_Part]) -> None:
+    def __init__(self, root: nn.Module, module: nn.Module, parts: list[_Part], skipped: set[nn.Module]) -> None:
         self._root = root
+        self._skipped = skipped
         self._order = parts
         self._parallel: set[nn.Module] = {part.container for part in parts if isinstance(part.container, nn.ModuleDict)}
         """Containers whose entries get the same input."""
@@ -189,6 +193,7 @@ class _Owner:
         if not self._calls or part.is_excluded:
             return None
         call = self._calls[-1]
+        self._skipped.difference_update(_modules_of(part.units))
         skipped = self._skipped_before(part, call)
         place = _first_input(args, kwargs)
         tensor = None if place is None else _input_at(place, args, kwargs)
@@ -226,6 +231,7 @@ class _Owner:
             number = self._for_part(part, number)
             for unit in part.units:
                 number = _run_as_identity(unit, number)
+            self._skipped.update(_modules_of(part.units))
         return number
 
     def _for_part(self, part: _Part, number: torch.Tensor) -> torch.Tensor:
@@ -339,6 +345,12 @@ def _merged(ran: Sequence[_Part], order: Sequence[_Part]) -> list[_Part]:
     return merged
 
 
+def _modules_of(units: Iterable[_Unit]) -> Iterator[nn.Module]:
+    for unit in units:
+        yield unit.module
+        yield from _modules_of(unit.inner)
+
+
 def _run_as_identity(unit: _Unit, number: torch.Tensor) -> torch.Tensor:
     """Gather and free a unit as if its forward ran; return a number whose backward gathers and reduces it.
 
@@ -362,7 +374,8 @@ def _run_as_identity(unit: _Unit, number: torch.Tensor) -> torch.Tensor:
         param_group_post_forward(param_group, unit.module)
     mark_idle(state)
     if not torch.is_grad_enabled():
-        unit.module.reshard()  # type: ignore[operator]  # also if units stay gathered: no backward follows
+        if reshard_without_backward in unit.module._forward_hooks.values():
+            reshard_without_backward(unit.module)
         return number
     if not number.requires_grad and not any(p.requires_grad for p in unit.module.parameters()):
         return number

@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
-    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -23,7 +22,7 @@ from torch.distributed.fsdp import (
 from fsdp2_strategy.distributed.mesh import build_mesh, data_parallel_mesh
 from fsdp2_strategy.distributed.process_group import current_device
 from fsdp2_strategy.errors import ShardError
-from fsdp2_strategy.model.fsdp_state import keep_class_name, parameter_groups
+from fsdp2_strategy.model.fsdp_state import keep_class_name, parameter_groups, reshard_without_backward
 from fsdp2_strategy.model.gradients import average_gradients
 from fsdp2_strategy.model.unit_hooks import register_hook
 from fsdp2_strategy.sharding.plan import ShardPlan, Unit
@@ -59,7 +58,7 @@ def shard_units(
         else:
             shard(unit.module, mp_policy=policy, reshard_after_forward=reshard)
         if unit.kind == "head" and unit.stays_gathered and reshard_after_forward:
-            unit.module.register_forward_hook(_reshard_without_backward)
+            unit.module.register_forward_hook(reshard_without_backward)
     shard(plan.model, mp_policy=root_policy, reshard_after_forward=_reshard_of_root(reshard_after_forward))
     if replicated:
         average_gradients(plan.model, replicated)
@@ -102,12 +101,6 @@ def reshard_of(unit: Unit, plan: ShardPlan, reshard_after_forward: bool | int) -
     if unit.stays_gathered:
         return False
     return bool(reshard_after_forward) if unit.kind in ("vision", "experts") else reshard_after_forward
-
-
-def _reshard_without_backward(unit: nn.Module, *_: object) -> None:
-    """Reshard a unit that stays gathered for backward, if no backward will follow; a forward hook."""
-    if isinstance(unit, FSDPModule) and not torch.is_grad_enabled():
-        unit.reshard()
 
 
 def _outside_inference_mode(_param_group: object, proceed: Callable[[], None]) -> None:
