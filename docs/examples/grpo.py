@@ -206,8 +206,7 @@ def update(
             result = strategy.optimizer_step(optimizer, actor, scheduler, name="actor")
             sums += sums.new_tensor([loss.item(), kl.item(), inputs.mask.sum().item()])
             differences.append(inputs.differences)
-    # Ranks that share sequences have the same sums: each counts sp_size times.
-    loss_sum, kl_sum, tokens = (strategy.all_reduce(sums, "sum") / strategy.sp_size).tolist()
+    loss_sum, kl_sum, tokens = strategy.all_reduce(sums, "sum").tolist()
     metrics = {"loss": loss_sum / tokens, "kl": kl_sum / tokens, "grad_norm": result.grad_norm, "tokens": int(tokens)}
     return metrics | functools.reduce(operator.add, differences).metrics()
 
