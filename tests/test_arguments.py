@@ -85,7 +85,6 @@ OPTIONS = [
 SCHEDULES = [
     {"num_training_steps": "10"},
     {"num_training_steps": None},
-    {"num_training_steps": 0},
     {"num_training_steps": -5},
     {"num_training_steps": 10, "num_warmup_steps": "2"},
     {"num_training_steps": 10, "num_warmup_steps": -2},

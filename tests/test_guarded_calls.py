@@ -46,7 +46,6 @@ REFUSED = {
     "pickle": (pickle.dumps, CheckpointError, "cannot pickle LlamaForCausalLM"),
     "deepcopy": (copy.deepcopy, ShardError, "Copy it before prepare_model"),
     "deepcopy of a part": (lambda m: copy.deepcopy(m.model.layers), ShardError, "cannot copy LlamaDecoderLayer"),
-    "bfloat16": (lambda m: m.bfloat16(), ShardError, "keep_fp32"),
     "to(device)": (lambda m: m.to("meta"), ShardError, "offload_model"),
     "to_empty": (lambda m: m.to_empty(device="cpu"), ShardError, "would discard"),
     "share_memory": (lambda m: m.share_memory(), ShardError, "before prepare_model"),

@@ -828,12 +828,13 @@ def test_tokens_of_full_sequences_count_once_in_every_way_of_counting(sp, shard_
                     given = count if way == "num_items" else torch.tensor(count)
                     strategy.backward(loss, model, optimizer, num_items=given)
                 if of_ranks is steps[-1] and "num_items," not in way and way != "num_items":
-                    assert_close(full_grads(model), grads, 1e-8, "gradient of")
+                    # transformers computes rotary embeddings in float32
+                    assert_close(full_grads(model), grads, 1e-6, "gradient of")
                 result = strategy.optimizer_step(optimizer, model)
             assert result.tokens == tokens, way
-            assert result.loss == pytest.approx(expected.item(), rel=1e-10), way
+            assert result.loss == pytest.approx(expected.item(), rel=1e-7), way
             norm = torch.stack([grad.norm() for grad in grads.values()]).norm().item()
-            assert result.grad_norm == pytest.approx(norm, rel=1e-8), way
+            assert result.grad_norm == pytest.approx(norm, rel=1e-6), way
 
 
 @pytest.mark.ranks(2)
