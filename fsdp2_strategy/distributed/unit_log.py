@@ -32,7 +32,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 from weakref import ref
@@ -95,6 +95,10 @@ class UnitLog:
         self.models = 0
         """Number of models whose units the log has; the ranks have prepared them in the same order."""
         self._comparisons = 0
+        self._published = 0
+        """How often this rank has published its log."""
+        self._waiting: dict[int, tuple[int, int]] = {}
+        """When all ranks seemed to wait: how many entries each had, and how often it had published its log."""
 
     def register(self, text: str, key: str, help_others: Callable[[], bool]) -> int:
         """Return the entry of an action, which is the same on all ranks.
@@ -256,8 +260,10 @@ class UnitLog:
         store = default_store()
         prefix = f"fsdp2_strategy/units/{self._name}"
         entries = self._entries[-_MOST_PUBLISHED:]
+        self._published += 1
         own = {
-            "comparisons": self._comparisons,
+            "epoch": [self._comparisons, self._handled],
+            "published": self._published,
             "first": len(self._entries) - len(entries),
             "entries": entries,
             "texts": {str(entry): self._texts[entry] for entry in set(entries)},
@@ -267,11 +273,11 @@ class UnitLog:
         store.set(f"{prefix}/{self._own}", json.dumps(own))
         keys = [f"{prefix}/{i}" for i in range(len(self._ranks))]
         present = {i: json.loads(store.get(key)) for i, key in enumerate(keys) if store.check([key])}
-        logs = {i: each for i, each in present.items() if each["comparisons"] == self._comparisons}
+        logs = {i: each for i, each in present.items() if each["epoch"] == own["epoch"]}
         for each in logs.values():
             self._texts |= {int(entry): text for entry, text in each["texts"].items()}
         text = self._difference(logs)
-        if text is None and len(logs) == len(self._ranks) and len({each["count"] for each in logs.values()}) > 1:
+        if text is None and len({each["count"] for each in logs.values()}) > 1 and self._all_wait(logs):
             waiting = ", ".join(f"rank {self._ranks[i]} waits in {each['call']}" for i, each in sorted(logs.items()))
             text = (
                 f"cannot continue: all ranks wait for each other: {waiting}, expected all ranks in the same call. "
@@ -280,6 +286,18 @@ class UnitLog:
         if text is not None:
             report_divergence(text)
             disconnect()
+
+    def _all_wait(self, logs: Mapping[int, Mapping[str, Any]]) -> bool:
+        """Return whether all ranks wait, and have published their logs again since they first seemed to.
+
+        A log may be from an earlier wait of a rank that goes on and is only slow now.
+        """
+        now = {i: (each["count"], each["published"]) for i, each in logs.items()}
+        before = self._waiting
+        if len(now) < len(self._ranks) or any(before.get(i, (None,))[0] != count for i, (count, _) in now.items()):
+            self._waiting = now
+            return False
+        return all(published > before[i][1] for i, (_, published) in now.items())
 
     def _difference(self, logs: dict[int, dict[str, Any]]) -> str | None:
         """Return the message for the first entry that differs between logs that have it; None if there is none."""
