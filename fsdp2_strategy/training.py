@@ -365,6 +365,7 @@ class TrainingStrategy:
             prefetch_depth=config.prefetch_depth,
             compile_blocks=config.compile_blocks,
             forward_methods=config.forward_methods,
+            cast_inputs=config.cast_inputs,
         )
         if needs_values(model):
             load_pretrained(model)
@@ -430,8 +431,8 @@ class TrainingStrategy:
     ) -> str:
         """Print how `prepare_model` would shard a model with the same arguments; not collective.
 
-        Call this method before `prepare_model`. ``compile_blocks``, ``forward_methods`` and ``prefetch_depth`` of the
-        configuration do not change what the text contains.
+        Call this method before `prepare_model`. ``compile_blocks``, ``forward_methods``, ``prefetch_depth`` and
+        ``cast_inputs`` of the configuration do not change what the text contains.
 
         Args:
             model: any module, or a wrapper around one; it is only read, and may be on the meta device.

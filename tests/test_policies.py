@@ -33,6 +33,9 @@ from fsdp2_strategy.model.names import matches, named_parameters
 OPTIONS = {"lr": 1e-3, "eps": 1e-6, "weight_decay": 0.1}
 
 
+NEED_THEIR_DTYPE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.LayerNorm, nn.GroupNorm)
+
+
 class MixedPrecision(nn.Module):
     """The arithmetic of bf16 beside fp32, unsharded: fp32 masters, and a copy of each in its own dtype for a forward.
 
@@ -48,9 +51,13 @@ class MixedPrecision(nn.Module):
         self.keep_fp32 = tuple(keep_fp32)
         for name, policy in units.items():
             module = self.inner.get_submodule(name)
-            if policy.cast_forward_inputs:
-                module.register_forward_pre_hook(partial(_cast_inputs, policy.param_dtype), with_kwargs=True)
+            if policy.cast_forward_inputs or policy.param_dtype == torch.bfloat16:
+                of_unit = cast if policy.cast_forward_inputs else cast_but_numbers_of_samples
+                module.register_forward_pre_hook(partial(_cast_inputs, of_unit, policy.param_dtype), with_kwargs=True)
             module.register_forward_hook(partial(_cast_outputs, policy.output_dtype))
+        for module in self.inner.modules():
+            if isinstance(module, NEED_THEIR_DTYPE):
+                module.register_forward_pre_hook(_cast_to_weights, with_kwargs=True)
 
     def forward(self, batch):
         parameters = self.inner.named_parameters()
@@ -58,8 +65,12 @@ class MixedPrecision(nn.Module):
         return torch.func.functional_call(self.inner, low, (batch,))
 
 
-def _cast_inputs(dtype, _module, args, kwargs):
-    return cast((args, kwargs), dtype)
+def _cast_inputs(how, dtype, _module, args, kwargs):
+    return how((args, kwargs), dtype)
+
+
+def _cast_to_weights(module, args, kwargs):
+    return None if torch.is_autocast_enabled("cpu") else cast((args, kwargs), next(module.parameters()).dtype)
 
 
 def _cast_outputs(dtype, _module, _args, output):
@@ -68,6 +79,10 @@ def _cast_outputs(dtype, _module, _args, output):
 
 def cast(tree, dtype):
     return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
+
+
+def cast_but_numbers_of_samples(tree, dtype):
+    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() and t.ndim > 1 else t, tree)
 
 
 def strategy_for(name, **config):

@@ -127,6 +127,10 @@ class StrategyConfig:
     activation_checkpointing: tuple[str, ...] | bool = ()
     """Class names of the modules whose activations are recomputed in backward; True: each block."""
 
+    cast_inputs: tuple[str, ...] | bool = ()
+    """Names of floating inputs of the model's forward that are cast to the half-precision compute dtype when the model
+    is called; True: all of them. Others are cast where they meet a weight; see docs/numerics.md."""
+
     compile_blocks: bool | str = False
     """Compile the forward of each block: True (inductor), or the name of a torch.compile backend."""
 
@@ -165,10 +169,10 @@ class StrategyConfig:
             )
 
     def __post_init__(self) -> None:
-        recompute = self.activation_checkpointing
-        if recompute is not True:
-            names = () if recompute is False else _names("activation_checkpointing", recompute)
-            object.__setattr__(self, "activation_checkpointing", names)
+        for name in ("activation_checkpointing", "cast_inputs"):
+            selected = getattr(self, name)
+            if selected is not True:
+                object.__setattr__(self, name, () if selected is False else _names(name, selected))
         for name in ("keep_fp32", "ignored_modules", "conditional_modules", "block_class_names", "forward_methods"):
             object.__setattr__(self, name, _names(name, getattr(self, name)))
         if isinstance(self.mixed_mm_data, bool):  # trainers pass a bool

@@ -42,6 +42,7 @@ cast to the unit's compute dtype.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
@@ -83,7 +84,17 @@ _PassKind = tuple[str, bool, bool]
 _Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 # Modules that raise an error if the dtype of an input differs from the dtype of their parameters.
-_NEEDS_OWN_DTYPE = (nn.Linear, nn.Bilinear, *CONVOLUTIONS, nn.MultiheadAttention, nn.LayerNorm, nn.GroupNorm)
+_NEEDS_OWN_DTYPE = (
+    *(nn.Linear, nn.Bilinear, *CONVOLUTIONS, nn.MultiheadAttention, nn.LayerNorm, nn.GroupNorm),
+    *(nn.RNNBase, nn.RNNCellBase, nn.PReLU, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
+)
+
+_DIFFERENT_DTYPES = re.compile("same d?type|should be the same|expected scalar type")
+"""Parts of torch's errors about tensors of two dtypes."""
+_ABOUT_DTYPES = (
+    "An input of a model in half precision is cast where a module with weights gets it (docs/numerics.md). If it meets "
+    "a weight in another way, cast it in the model, or name the input of the model in cast_inputs of the configuration."
+)
 
 
 class BypassHooks:
@@ -136,6 +147,7 @@ class BypassHooks:
         self._at_end: list[Callable[[], None]] = []
         """Called at the end of a pass, before FSDP2's hooks."""
         self._wrapper = _WrapperPass()
+        self._cast_inputs: Callable[..., _Inputs] | None = None
         for module, around in self._units_around.items():
             if not around:
                 module.register_forward_pre_hook(self._check_running)
@@ -163,6 +175,11 @@ class BypassHooks:
                 setattr(self._root, name, functools.wraps(method)(functools.partial(self._run_method, name, method)))
         forward = self._root.forward
         self._root.forward = functools.wraps(forward)(functools.partial(self._run_forward, forward))
+
+    def cast_inputs(self, cast: Callable[..., _Inputs]) -> None:
+        """Cast the inputs of the root, also those of its entry points; call this before the root is sharded."""
+        self._cast_inputs = cast
+        self._root.register_forward_pre_hook(cast, with_kwargs=True)
 
     def add_wrapper(self, wrapper: nn.Module) -> None:
         """Make the forward of a wrapper of the sharded root a pass, if it uses parts of the root; [Note: wrappers]."""
@@ -221,6 +238,8 @@ class BypassHooks:
         reset_after_failed_forward(self._root)
         state = fsdp_state_of(self._root)
         args, kwargs = run_pre_forward(state, self._root, args, kwargs)
+        if self._cast_inputs is not None:
+            args, kwargs = self._cast_inputs(self._root, args, kwargs)
         self._enter(name)
         try:
             output = self._run_pass(method, *args, **kwargs)
@@ -251,6 +270,8 @@ class BypassHooks:
         try:
             return function(*args, **kwargs)
         except RuntimeError as error:
+            if self._has_half_precision and _DIFFERENT_DTYPES.search(str(error)):
+                error.add_note(_ABOUT_DTYPES)
             if "DTensor" not in str(error):
                 raise
             if self._handles:
@@ -493,8 +514,23 @@ def _required_dtype(module: nn.Module) -> torch.dtype | None:
     """Return the dtype that a module requires of its inputs, or None; see [Note: fp32 inputs]."""
     if not isinstance(module, _NEEDS_OWN_DTYPE):
         return None
-    parameter = next(p for p in module._parameters.values() if p is not None)
-    return None if torch.is_autocast_enabled(parameter.device.type) else parameter.dtype
+    parameter = next(module.parameters(), None)
+    if parameter is None or torch.is_autocast_enabled(parameter.device.type):
+        return None
+    return parameter.dtype
+
+
+def needs_own_dtype(module: nn.Module) -> bool:
+    """Return whether a module raises an error for inputs of another dtype than its weights; [Note: fp32 inputs]."""
+    return isinstance(module, _NEEDS_OWN_DTYPE)
+
+
+def cast_to_own(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs | None:
+    """Cast floating inputs to the dtype of a module's weights, unless autocast is enabled; a forward pre-hook."""
+    parameter = next(module.parameters(), None)
+    if parameter is None or torch.is_autocast_enabled(parameter.device.type):
+        return None
+    return _cast(parameter.dtype, args, kwargs)
 
 
 def _cast(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs | None:

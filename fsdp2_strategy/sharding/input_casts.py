@@ -9,21 +9,41 @@ hidden state or the pixels. This cast is necessary because model code casts pixe
 gathered yet, which is fp32 in training. If ``residual_in_fp32`` is set in the model's configuration, no input of a
 block is cast. The results are bitwise equal to those of the unsharded bf16 model.
 
-All floating inputs are cast for the root, for units outside of transformers models, and for all units of a model with
-several compute dtypes. Otherwise, an fp32 input other than the first, such as a buffer, could raise an error in a unit
-that computes in half precision.
+All floating inputs are cast for units outside of transformers models, and for all units of a model with several compute
+dtypes. Otherwise, an fp32 input other than the first, such as a buffer, could raise an error in a unit that computes in
+half precision. Exceptions are numbers of a sample (tensors with fewer than two dimensions, such as time steps or
+advantages): bf16 would round the time step 998.4 to 1000.
+
+[Note: inputs of the model] The inputs of a model are of all kinds: pixels and states, but also actions, noise, time
+steps and advantages, whose values and losses need fp32. So in half precision they are not cast when the model is
+called, but where they meet a weight: the modules of the root unit cast their inputs if they need the dtype of their
+weights ([Note: fp32 inputs] in `bypassed_units`), and the other units cast theirs. There are three exceptions, in which
+inputs with two or more dimensions are cast at once, except those whose names say that they are for the loss or a time:
+  - a model of transformers, also within another model, whose code compares dtypes of pixels and masks with those of
+    weights
+  - a known policy of LeRobot, whose code computes in the dtype of its images
+  - a model that holds weights itself, outside of its submodules, because its forward may multiply inputs by them
+The user can name inputs that are cast at once, or have all of them cast (``cast_inputs`` of the configuration).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import re
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from fsdp2_strategy.distributed.torch_internals import cast_floating
+from fsdp2_strategy.errors import ShardError, did_you_mean
+from fsdp2_strategy.hf.library_internals import lists_blocks
+from fsdp2_strategy.model.fsdp_state import class_name
 from fsdp2_strategy.sharding.module_tree import ModuleTree
+
+_FOR_LOSS_OR_TIME = re.compile(r"(labels?|targets?|advantages?|returns|rewards?|log_?probs|timesteps?|sigmas?)$")
+"""Names of inputs that models compute a loss or an embedding of times with."""
 
 CastInputs = Literal["all", "first", "none"]
 """Which floating inputs of a unit are cast."""
@@ -38,7 +58,77 @@ def inputs_to_cast(tree: ModuleTree, module: nn.Module, kind: str) -> CastInputs
     return "none" if fp32_residual and kind == "block" else "first"
 
 
-def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
+_Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], _Inputs]
+"""A forward pre-hook that returns the inputs that it casts."""
+
+
+def cast_root_inputs(
+    root: nn.Module, dtype: torch.dtype, selected: Sequence[str] | bool, *, is_policy: bool = False
+) -> Hook:
+    """Return a hook that casts inputs of the model to a half-precision dtype; see [Note: inputs of the model].
+
+    Args:
+        root: the model, or a model of transformers within it, before it is sharded.
+        dtype: the compute dtype.
+        is_policy: whether the model is a known policy.
+        selected: names of arguments of the model's forward that are cast; True for all floating inputs.
+    """
+    names = _argument_names(root)
+    casts_matrices = is_policy or lists_blocks(root) or holds_weights(root)
+
+    def cast(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:
+        def cast_one(name: str, value: Any) -> Any:
+            if selected is True or (not isinstance(selected, bool) and name in selected):
+                return cast_floating(value, dtype)
+            is_cast = casts_matrices and not _FOR_LOSS_OR_TIME.search(name)
+            return _cast_matrices(value, dtype) if is_cast else value
+
+        named = zip((*names, *[""] * len(args)), args, strict=False)
+        return tuple(cast_one(*each) for each in named), {name: cast_one(name, value) for name, value in kwargs.items()}
+
+    return cast
+
+
+def cast_unit_inputs(dtype: torch.dtype) -> Hook:
+    """Return a hook that casts all floating inputs of a unit but numbers of a sample; see [Note: inputs]."""
+    return lambda _, args, kwargs: (_cast_matrices(args, dtype), _cast_matrices(kwargs, dtype))
+
+
+def holds_weights(module: nn.Module) -> bool:
+    """Return whether a module has direct parameters that its forward may multiply inputs by."""
+    return any(p.ndim > 1 and p.is_floating_point() for p in module.parameters(recurse=False))
+
+
+def check_selected(root: nn.Module, selected: Sequence[str] | bool) -> None:
+    """Raise ShardError if the model's forward has no argument of a name in ``selected``."""
+    names = _argument_names(root)
+    accepts_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(root.forward).parameters.values())
+    for name in () if isinstance(selected, bool) or accepts_any else selected:
+        if name not in names:
+            raise ShardError(
+                f"cannot cast the input {name!r}: the forward of {class_name(root)} has no such argument, expected one "
+                f"of {', '.join(names)}.{did_you_mean(name, names)} Correct cast_inputs."
+            )
+
+
+def _argument_names(root: nn.Module) -> list[str]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [name for name, p in inspect.signature(root.forward).parameters.items() if p.kind in kinds]
+
+
+def _cast_matrices(values: Any, dtype: torch.dtype) -> Any:
+    """Cast the floating tensors in nested values that have two or more dimensions."""
+    if isinstance(values, torch.Tensor):
+        return values.to(dtype) if values.ndim > 1 and values.is_floating_point() else values
+    if isinstance(values, dict) and type(values) is dict:
+        return {name: _cast_matrices(value, dtype) for name, value in values.items()}
+    if type(values) in (list, tuple):
+        return type(values)(_cast_matrices(value, dtype) for value in values)
+    return values
+
+
+def cast_all(module: nn.Module, dtype: torch.dtype) -> None:
     """Register a hook that casts all floating inputs of a module's forward, as FSDP2 does for a unit."""
     module.register_forward_pre_hook(lambda _, args, kwargs: cast_floating((args, kwargs), dtype), with_kwargs=True)
 
@@ -51,9 +141,7 @@ def cast_outputs(module: nn.Module, dtype: torch.dtype) -> None:
 def cast_first(dtype: torch.dtype) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
     """Return a hook that casts the first floating input of a module; see [Note: inputs]."""
 
-    def cast(
-        _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def cast(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:
         for i, value in enumerate(args):
             if isinstance(value, torch.Tensor) and value.is_floating_point():
                 return (*args[:i], value.to(dtype), *args[i + 1 :]), kwargs

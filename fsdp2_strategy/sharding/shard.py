@@ -8,7 +8,7 @@ fully_shard, inner units first -> prefetch order -> entry points.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -31,6 +31,7 @@ from fsdp2_strategy.distributed.mesh import (
 )
 from fsdp2_strategy.distributed.torch_internals import module_of
 from fsdp2_strategy.errors import MeshError, ShardError, counted, some
+from fsdp2_strategy.hf.library_internals import lists_blocks
 from fsdp2_strategy.hf.peft.methods import check_trainable_adapters
 from fsdp2_strategy.model.buffers import remember_buffers
 from fsdp2_strategy.model.failed_passes import watch_passes
@@ -42,12 +43,21 @@ from fsdp2_strategy.model.state import Slot, attach, attached, model_state
 from fsdp2_strategy.model.wrappers import register_wrapper, unwrap_model
 from fsdp2_strategy.sharding.activation_checkpointing import recompute_activations
 from fsdp2_strategy.sharding.blocks import has_forward
-from fsdp2_strategy.sharding.bypassed_units import BypassHooks, clone_view_outputs
+from fsdp2_strategy.sharding.bypassed_units import BypassHooks, cast_to_own, clone_view_outputs, needs_own_dtype
 from fsdp2_strategy.sharding.direct_use import DirectUses
 from fsdp2_strategy.sharding.expert_parallel import divide_experts, plan_experts
 from fsdp2_strategy.sharding.gradient_dtypes import fix_gradient_dtypes, reduce_to_fp32
 from fsdp2_strategy.sharding.guarded_calls import guard_calls, guard_state_dict
-from fsdp2_strategy.sharding.input_casts import cast_first, cast_inputs, cast_outputs
+from fsdp2_strategy.sharding.input_casts import (
+    Hook,
+    cast_all,
+    cast_first,
+    cast_outputs,
+    cast_root_inputs,
+    cast_unit_inputs,
+    check_selected,
+    holds_weights,
+)
 from fsdp2_strategy.sharding.missing_gradients import fill_missing_gradients
 from fsdp2_strategy.sharding.plan import ShardPlan, modules_to_recompute, plan_units
 from fsdp2_strategy.sharding.precision import Precision
@@ -70,6 +80,7 @@ from fsdp2_strategy.sharding.vision_encoders import (
 _IS_FOR_TRAINING = Slot[bool]("sharded for training")
 _EXPERT_SIZE = Slot[int]("ranks that divide experts")
 _GIVEN_PLAN = Slot[dict[str, str] | None]("plan of the user for layers")
+_HALF = (torch.float16, torch.bfloat16)
 _HOOKS = Slot[BypassHooks]("hooks on passes")
 _DTYPES = Slot[dict[str, torch.dtype]]("dtypes of shards for training")
 
@@ -99,6 +110,7 @@ def shard_model(
     mixed_mm_data: MixedData | None = None,
     tensor_parallel_plan: Mapping[str, str] | None = None,
     expert_parallel_size: int = 1,
+    cast_inputs: Sequence[str] | bool = (),
 ) -> nn.Module:
     """Shard ``model`` in place, unit by unit; collective. A model that is already sharded is returned unchanged.
 
@@ -149,6 +161,9 @@ def shard_model(
             in `tensor_plan`.
         expert_parallel_size: number of successive ranks among which the experts of a mixture-of-experts model are
             divided, by the model's own plan; see `expert_mesh` for the numbers that fit.
+        cast_inputs: names of floating inputs of the model's forward that are cast to the half-precision compute dtype
+            when the model is called; True for all of them. Others are cast where they meet a weight; see [Note: inputs
+            of the model] in `input_casts`.
 
     Returns:
         ``model`` itself.
@@ -204,6 +219,7 @@ def shard_model(
                 experts=experts.values(),
             )
             recomputed = modules_to_recompute(plan, activation_checkpointing)
+            check_selected(root, cast_inputs)
             _check_experts(plan, experts, is_compiled=bool(compile_blocks))
             others = {
                 "compile_blocks": compile_blocks,
@@ -218,6 +234,7 @@ def shard_model(
             reshard,
             cpu_offload,
             tuple(recomputed),
+            cast_inputs if isinstance(cast_inputs, bool) else tuple(cast_inputs),
         )
         check_same_everywhere(name, (plan.signature(), options, layers), plan.parameters())
         for warning in plan.warnings():
@@ -226,10 +243,7 @@ def shard_model(
         _split_layers(plan, layers, layer_mesh)
         _divide_experts(plan, experts, expert_view, layer_mesh)
         recompute_activations(root, recomputed)
-        compiled = _modules_to_compile(plan) if compile_blocks else []
-        for module in compiled:
-            backend = compile_blocks if isinstance(compile_blocks, str) else "inductor"
-            module.forward = torch.compile(module.forward, backend=backend)
+        compiled = _compile_blocks(plan, compile_blocks)
         _add_cast_hooks(plan)
         hooks = BypassHooks(
             root,
@@ -239,6 +253,7 @@ def shard_model(
             ignored=[unit.module for unit in plan.ignored],
             is_bypassed=bool(plan.policy and plan.policy.bypassed),
         )
+        cast_where_weights_are(plan, hooks.cast_inputs, cast_inputs)
         watched = _read_directly(plan, compiled)
         shard_units(plan, data_mesh, reshard, cpu_offload=cpu_offload, expert_view=expert_view)
         _fix_gradient_dtypes(plan)
@@ -517,7 +532,7 @@ def _add_cast_hooks(plan: ShardPlan) -> None:
     """Register hooks that cast inputs and outputs, and copy outputs that are views; FSDP2's hooks run after them."""
     for unit in plan.ignored:
         if unit.cast_inputs == "all":
-            cast_inputs(unit.module, unit.compute_dtype)
+            cast_all(unit.module, unit.compute_dtype)
         if unit.parent_dtype is not None:
             cast_outputs(unit.module, unit.parent_dtype)
     for module in dict.fromkeys((*(unit.module for unit in plan.units), plan.model)):
@@ -525,6 +540,38 @@ def _add_cast_hooks(plan: ShardPlan) -> None:
     for unit in (*plan.units, *plan.ignored):
         if unit.cast_inputs == "first":
             unit.module.register_forward_pre_hook(cast_first(unit.compute_dtype), with_kwargs=True)
+    for unit in plan.units:
+        if unit.cast_inputs == "all" and unit.kind != "root" and unit.compute_dtype in _HALF:
+            # A module that needs the dtype of its weights may get numbers of a sample, too.
+            of_all = needs_own_dtype(unit.module)
+            cast = cast_to_own if of_all else cast_unit_inputs(unit.compute_dtype)
+            unit.module.register_forward_pre_hook(cast, with_kwargs=True)
+
+
+def cast_where_weights_are(plan: ShardPlan, cast_root: Callable[[Hook], None], selected: Sequence[str] | bool) -> None:
+    """Register hooks that cast the model's inputs, and those of modules of the root unit, in half precision.
+
+    ``cast_root`` registers the hook of the root. See [Note: inputs of the model] in `input_casts`.
+    """
+    half = plan.precision.half
+    if half is None:
+        return
+    is_policy = plan.policy is not None
+    cast_root(cast_root_inputs(plan.model, half, selected, is_policy=is_policy))
+    others = {unit.module for unit in (*plan.units, *plan.ignored) if unit.module is not plan.model}
+    waiting = [(plan.model, False)]
+    while waiting:
+        module, of_transformers = waiting.pop()
+        inside = of_transformers or lists_blocks(module)
+        waiting += [(child, inside) for child in module.children() if child not in others]
+        if module is plan.model:
+            continue
+        if lists_blocks(module) and not of_transformers and not is_policy:
+            module.register_forward_pre_hook(cast_root_inputs(module, half, ()), with_kwargs=True)
+        if needs_own_dtype(module):
+            module.register_forward_pre_hook(cast_to_own, with_kwargs=True)
+        elif holds_weights(module) and not of_transformers and not isinstance(module, nn.Embedding):
+            module.register_forward_pre_hook(cast_unit_inputs(half), with_kwargs=True)
 
 
 def _shape(mesh: DeviceMesh) -> str:
@@ -540,7 +587,12 @@ def _cast(plan: ShardPlan) -> None:
             parameter.data = parameter.data.to(plan.stored_dtype(unit, parameter)).contiguous()
 
 
-def _modules_to_compile(plan: ShardPlan) -> list[nn.Module]:
-    if plan.policy and plan.policy.bypassed:  # the submodules of a compiled block have no hooks to gather it
+def _compile_blocks(plan: ShardPlan, backend: bool | str) -> list[nn.Module]:
+    """Compile the forward of each block, if asked to, and return the blocks."""
+    # The submodules of a compiled block have no hooks to gather it.
+    if not backend or (plan.policy and plan.policy.bypassed):
         return []
-    return [u.module for u in plan.units if u.kind in ("block", "size") and has_forward(u.module)]
+    blocks = [u.module for u in plan.units if u.kind in ("block", "size") and has_forward(u.module)]
+    for module in blocks:
+        module.forward = torch.compile(module.forward, backend=backend if isinstance(backend, str) else "inductor")
+    return blocks

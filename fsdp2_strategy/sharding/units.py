@@ -128,7 +128,8 @@ def _policy(unit: Unit, precision: Precision) -> MixedPrecisionPolicy:
         param_dtype=unit.compute_dtype,
         reduce_dtype=reduce_dtype,
         output_dtype=unit.parent_dtype,
-        cast_forward_inputs=unit.cast_inputs == "all",
+        # In half precision, other hooks cast: [Note: inputs] in `input_casts`.
+        cast_forward_inputs=unit.cast_inputs == "all" and unit.compute_dtype.itemsize >= torch.float32.itemsize,
     )
 
 
