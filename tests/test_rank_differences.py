@@ -22,7 +22,7 @@ from torch import nn
 
 from fsdp2_strategy import FSDPV2Strategy, explain, shard_model
 from fsdp2_strategy.config.strategy_config import StrategyConfig
-from fsdp2_strategy.distributed import unit_log
+from fsdp2_strategy.distributed import unit_log, unit_watcher
 from fsdp2_strategy.distributed.process_group import on_group
 from fsdp2_strategy.errors import ShardError, StepError
 
@@ -557,7 +557,7 @@ def test_ranks_that_wait_for_each_other_are_named_within_ten_seconds(kind, end_r
 
 @pytest.mark.ranks(2)
 def test_ranks_that_are_slow_in_turn_are_no_error():
-    with patch.object(unit_log, "WATCH_SECONDS", 0.05):
+    with patch.object(unit_watcher, "WATCH_SECONDS", 0.05):
         strategy, model, optimizer = prepared(Heads)
         for step in range(2):
             time.sleep(1.5 if dist.get_rank() == step else 0)

@@ -12,8 +12,9 @@ keeps a log of the units that it gathers and reduces. It is compared in three wa
    collective is released: the others take part in it, and then all raise.
 2. Ranks of several hosts compare a digest of the log, which travels with the next all-reduce that this package makes:
    that of the gradient norm, or that of an agreement (`agreement.any_rank`), for example before a checkpoint is saved.
-3. A rank that waits in a collective for a few seconds publishes its log in the store of the process group. If the logs
-   of two ranks differ, or all ranks wait in different calls, it closes its connections, so that every rank raises.
+3. A rank that makes no progress for a few seconds publishes its log in the store of the process group. If the logs of
+   two ranks differ, or all ranks wait in different calls, they close their connections, so that every rank raises:
+   [Note: watched logs] in `unit_watcher`.
 
 A rank that is slow, because it loads data or compiles, causes no error: its log is a part of the logs of the others,
 and it does not wait in a collective.
@@ -24,13 +25,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import json
 import mmap
 import os
 import secrets
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -49,13 +47,9 @@ from fsdp2_strategy.distributed.lost_ranks import (
     reported_divergence,
 )
 from fsdp2_strategy.distributed.process_group import control_device, group_in_use, ranks_of
-from fsdp2_strategy.distributed.torch_internals import default_store
+from fsdp2_strategy.distributed.unit_watcher import PublishedLog, Watcher
 from fsdp2_strategy.errors import StepError
 
-WATCH_SECONDS = 1.0
-"""How often a rank checks whether it waits in a collective."""
-PATIENCE = 4
-"""After how many checks without progress a rank publishes its log."""
 _LENGTH = 1024
 """How many entries of each rank the board holds."""
 _MOST_ENTRIES = 50_000
@@ -76,8 +70,8 @@ class UnitLog:
 
     def __init__(self, group: Any) -> None:
         self._group = ref(group)
-        self._ranks = ranks_of(group)
-        self._own = dist.get_rank(group)
+        self.ranks = ranks_of(group)
+        self.own = dist.get_rank(group)
         self._texts: dict[int, str] = {}
         self._helpers: dict[int, Callable[[], bool]] = {}
         self._entries: list[int] = []
@@ -90,15 +84,14 @@ class UnitLog:
         """Number of entries up to the last error."""
         self._actions = {action: self.register(action, "", lambda: False) for action in get_args(Action)}
         self._board = _Board.shared_by(group)
-        self._watcher = _Watcher(self) if len(self._ranks) > 1 else None
-        self._name = _token_of_rank_0(group)
+        self._watcher = Watcher(self) if len(self.ranks) > 1 else None
+        self.name = _token_of_rank_0(group)
         self.models = 0
         """Number of models whose units the log has; the ranks have prepared them in the same order."""
-        self._comparisons = 0
-        self._published = 0
-        """How often this rank has published its log."""
-        self._waiting: dict[int, tuple[int, int]] = {}
-        """When all ranks seemed to wait: how many entries each had, and how often it had published its log."""
+        self._epoch = 0
+        """How often ``_entries`` has begun anew."""
+        if self._watcher is not None:
+            self._watcher.start()
 
     def register(self, text: str, key: str, help_others: Callable[[], bool]) -> int:
         """Return the entry of an action, which is the same on all ranks.
@@ -139,6 +132,7 @@ class UnitLog:
             self._entries = [
                 int.from_bytes(hashlib.blake2b(repr(self._entries).encode(), digest_size=7).digest(), "big")
             ]
+            self._epoch += 1
         self._entries.append(entry)
         self._is_inside = True
         if self._watcher is not None:
@@ -189,12 +183,12 @@ class UnitLog:
             StepError: on every rank.
         """
         entries, self._entries = self._entries, []
-        self._comparisons += 1
-        if is_equal(sums, len(self._ranks)):
+        self._epoch += 1
+        if is_equal(sums, len(self.ranks)):
             return
-        logs: list[list[int]] = [[]] * len(self._ranks)
+        logs: list[list[int]] = [[]] * len(self.ranks)
         dist.all_gather_object(logs, entries, group=self._group())
-        texts: list[dict[int, str]] = [{}] * len(self._ranks)
+        texts: list[dict[int, str]] = [{}] * len(self.ranks)
         dist.all_gather_object(texts, self._texts, group=self._group())
         self._texts = {entry: text for of_rank in texts for entry, text in of_rank.items()}
         place = next(i for i in range(max(map(len, logs))) if len({tuple(log[i : i + 1]) for log in logs}) > 1)
@@ -230,13 +224,14 @@ class UnitLog:
         entries = self._board.entries(place)
         self._handled = place + 1
         self._entries.clear()
+        self._epoch += 1
         raise _agreed(self._message(entries))
 
     def _message(self, entries: list[int | None]) -> str:
         def text(entry: int | None) -> str:
             return "ran nothing further" if entry is None else self._texts.get(entry, "runs a unit of another model")
 
-        each = ", ".join(f"rank {rank} {text(entry)}" for rank, entry in zip(self._ranks, entries, strict=True))
+        each = ", ".join(f"rank {rank} {text(entry)}" for rank, entry in zip(self.ranks, entries, strict=True))
         return (
             f"cannot continue: the ranks run different units: {each}, expected the same units in the same order on "
             "every rank, and equally many passes. Ranks may skip different entries of a ModuleList or ModuleDict, if "
@@ -246,8 +241,12 @@ class UnitLog:
 
     # --- the watcher ------------------------------------------------------------------------------------------------
 
+    def has_group(self) -> bool:
+        """Return whether the process group still exists."""
+        return self._group() is not None
+
     def look(self) -> tuple[int, bool]:
-        """Return the number of entries, and whether the main thread is in a collective; for the watcher."""
+        """Return the number of entries, and whether the main thread waits in a collective; for the watcher."""
         return self._count, self._is_inside or collective_in_progress() is not None
 
     @property
@@ -255,59 +254,31 @@ class UnitLog:
         """Whether ranks of this host are being released from a collective, which a slow rank may delay."""
         return self._board is not None and self._board.conflict > self._handled
 
-    def compare_published(self) -> None:
-        """Publish this rank's log, compare it with those that others have published, and break off if they differ."""
-        store = default_store()
-        prefix = f"fsdp2_strategy/units/{self._name}"
+    def to_publish(self) -> PublishedLog:
+        """Return what other ranks need of this log."""
         entries = self._entries[-_MOST_PUBLISHED:]
-        self._published += 1
-        own = {
-            "epoch": [self._comparisons, self._handled],
-            "published": self._published,
-            "first": len(self._entries) - len(entries),
-            "entries": entries,
-            "texts": {str(entry): self._texts[entry] for entry in set(entries)},
-            "call": collective_in_progress() or "a collective",
-            "count": self._count,
-        }
-        store.set(f"{prefix}/{self._own}", json.dumps(own))
-        keys = [f"{prefix}/{i}" for i in range(len(self._ranks))]
-        present = {i: json.loads(store.get(key)) for i, key in enumerate(keys) if store.check([key])}
-        logs = {i: each for i, each in present.items() if each["epoch"] == own["epoch"]}
-        for each in logs.values():
-            self._texts |= {int(entry): text for entry, text in each["texts"].items()}
-        text = self._difference(logs)
-        if text is None and len({each["count"] for each in logs.values()}) > 1 and self._all_wait(logs):
-            waiting = ", ".join(f"rank {self._ranks[i]} waits in {each['call']}" for i, each in sorted(logs.items()))
-            text = (
-                f"cannot continue: all ranks wait for each other: {waiting}, expected all ranks in the same call. "
-                "Check conditions such as 'if rank == 0' around collective calls, and the passes on each rank."
-            )
-        if text is not None:
-            report_divergence(text)
-            disconnect()
+        return PublishedLog(
+            epoch=self._epoch,
+            count=self._count,
+            first=len(self._entries) - len(entries),
+            entries=entries,
+            texts={str(entry): self._texts[entry] for entry in set(entries) & self._texts.keys()},
+            call=collective_in_progress() or ("a collective" if self._is_inside else None),
+        )
 
-    def _all_wait(self, logs: Mapping[int, Mapping[str, Any]]) -> bool:
-        """Return whether all ranks wait, and have published their logs again since they first seemed to.
-
-        A log may be from an earlier wait of a rank that goes on and is only slow now.
-        """
-        now = {i: (each["count"], each["published"]) for i, each in logs.items()}
-        before = self._waiting
-        if len(now) < len(self._ranks) or any(before.get(i, (None,))[0] != count for i, (count, _) in now.items()):
-            self._waiting = now
-            return False
-        return all(published > before[i][1] for i, (_, published) in now.items())
-
-    def _difference(self, logs: dict[int, dict[str, Any]]) -> str | None:
+    def difference(self, logs: Mapping[int, PublishedLog]) -> str | None:
         """Return the message for the first entry that differs between logs that have it; None if there is none."""
-        first = max(log["first"] for log in logs.values())
-        last = max(log["first"] + len(log["entries"]) for log in logs.values())
+        if not logs:
+            return None
+        for each in logs.values():
+            self._texts |= {int(entry): text for entry, text in each.texts.items()}
+        first = max(log.first for log in logs.values())
+        last = max(log.first + len(log.entries) for log in logs.values())
         for place in range(first, last):
-            entries: list[int | None] = [None] * len(self._ranks)
+            entries: list[int | None] = [None] * len(self.ranks)
             for i, log in logs.items():
-                if place - log["first"] < len(log["entries"]):
-                    entries[i] = log["entries"][place - log["first"]]
+                if place - log.first < len(log.entries):
+                    entries[i] = log.entries[place - log.first]
             if len(set(entries) - {None}) > 1:
                 return self._message(entries)
         return None
@@ -449,37 +420,6 @@ def _boot() -> str:
     """Return an identifier of this host since it was started."""
     file = Path("/proc/sys/kernel/random/boot_id")
     return file.read_text() if file.exists() else os.uname().nodename
-
-
-class _Watcher:
-    """A thread that notices if this rank waits in a collective."""
-
-    def __init__(self, log: UnitLog) -> None:
-        self._log = ref(log)
-        self._process = 0
-
-    def start(self) -> None:
-        """Start the thread, unless it runs in this process."""
-        if self._process != os.getpid():
-            self._process = os.getpid()
-            threading.Thread(target=_watch, args=(self._log,), name="fsdp2_strategy units", daemon=True).start()
-
-
-def _watch(log: ref[UnitLog]) -> None:
-    before: tuple[int, bool] | None = None
-    unchanged = 0
-    while True:
-        time.sleep(WATCH_SECONDS)
-        known = log()
-        if known is None or known._group() is None or not dist.is_initialized() or sys.is_finalizing():
-            return
-        now = known.look()
-        unchanged = unchanged + 1 if now == before and now[1] else 0
-        before = now
-        if unchanged >= PATIENCE * (2 if known.is_releasing else 1):
-            with contextlib.suppress(Exception):  # the store may be lost, too
-                known.compare_published()
-        del known
 
 
 _logs: dict[int, UnitLog] = {}
