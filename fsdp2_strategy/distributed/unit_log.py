@@ -89,7 +89,7 @@ class UnitLog:
         self.models = 0
         """Number of models whose units the log has; the ranks have prepared them in the same order."""
         self._epoch = 0
-        """How often ``_entries`` has begun anew."""
+        """How often ``_entries`` was emptied."""
         if self._watcher is not None:
             self._watcher.start()
 

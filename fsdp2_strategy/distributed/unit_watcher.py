@@ -39,7 +39,7 @@ class PublishedLog:
     """What a rank publishes of its log."""
 
     epoch: int
-    """How often the log has begun anew; logs of different epochs are not compared."""
+    """How often the entries were emptied; logs of different epochs are not compared."""
     count: int
     """Number of entries so far."""
     first: int
