@@ -96,6 +96,11 @@ def mark_forward(state: FSDPState) -> None:
     state._training_state = TrainingState.FORWARD
 
 
+def has_forward_hook(module: nn.Module, hook: Callable[..., Any]) -> bool:
+    """Return whether a function is a forward hook of a module."""
+    return hook in module._forward_hooks.values()
+
+
 def mark_idle(state_or_param_group: Any) -> None:
     """Mark a state or a parameter group as idle: neither in a forward nor in a backward pass."""
     state_or_param_group._training_state = TrainingState.IDLE

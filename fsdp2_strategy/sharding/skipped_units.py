@@ -42,6 +42,7 @@ from fsdp2_strategy.distributed.torch_internals import (
     IS_MANAGED,
     fsdp_state_of,
     gather,
+    has_forward_hook,
     is_in_backward,
     mark_forward,
     mark_idle,
@@ -374,7 +375,7 @@ def _run_as_identity(unit: _Unit, number: torch.Tensor) -> torch.Tensor:
         param_group_post_forward(param_group, unit.module)
     mark_idle(state)
     if not torch.is_grad_enabled():
-        if reshard_without_backward in unit.module._forward_hooks.values():
+        if has_forward_hook(unit.module, reshard_without_backward):
             reshard_without_backward(unit.module)
         return number
     if not number.requires_grad and not any(p.requires_grad for p in unit.module.parameters()):
