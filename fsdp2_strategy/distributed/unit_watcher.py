@@ -90,6 +90,25 @@ class Watcher:
             threading.Thread(target=_watch, args=(self._log,), name="fsdp2_strategy units", daemon=True).start()
 
 
+_uses_store = threading.Lock()
+"""Is held while a thread makes requests to the store."""
+
+
+def _end_requests() -> None:
+    """Let no thread make further requests: Python would end it in the middle of one, and the process with an abort."""
+    _uses_store.acquire(timeout=2)
+
+
+def _forget_lock() -> None:
+    """Make a new lock in a forked process, which has no thread that would release the old one."""
+    global _uses_store  # noqa: PLW0603
+    _uses_store = threading.Lock()
+
+
+threading._register_atexit(_end_requests)  # type: ignore[attr-defined]
+os.register_at_fork(after_in_child=_forget_lock)
+
+
 def _watch(log: ref[Log]) -> None:
     before: tuple[int, bool] | None = None
     unchanged = 0
@@ -102,7 +121,7 @@ def _watch(log: ref[Log]) -> None:
         now = known.look()
         unchanged = unchanged + 1 if now == before else 0
         before = now
-        with contextlib.suppress(Exception):  # the store may be lost, too
+        with _uses_store, contextlib.suppress(Exception):  # the store may be lost, too
             if unchanged >= PATIENCE * (2 if known.is_releasing else 1):
                 publisher.publish(known, now)
             if known.own == 0:
