@@ -64,6 +64,15 @@ class LayerDrop(Base):
         return x
 
 
+class Reversed(LayerDrop):
+    """Runs its layers from the last to the first, as some decoders do."""
+
+    def trunk(self, x, sample):
+        for layer, keep in zip(reversed(self.layers), sample["keep"], strict=True):
+            x = layer(x) if keep else x
+        return x
+
+
 class DroppedOutputs(Base):
     def trunk(self, x, sample):
         for layer, keep in zip(self.layers, sample["keep"], strict=True):
@@ -249,6 +258,50 @@ def test_they_do_so_with_every_setting(name, settings):
 @pytest.mark.full
 def test_they_do_so_with_replicas(name, grad_sync):
     compare(name, micro_batches=2, grad_sync=grad_sync, shard_size=2)
+
+
+def gradients_of(cls, samples, **settings):
+    """Compare the gradients of some passes with those of the unsharded model; ``samples`` are those of each rank."""
+    torch.manual_seed(0)
+    model = cls().double()
+    reference = Unsharded(model, loss_of, lr=0.1)
+    strategy = FSDPV2Strategy(config=StrategyConfig(bf16=False, block_class_names=("Block",), **settings))
+    strategy.prepare_model(model, is_training=True)
+    optimizer = strategy.create_optimizer(model, lr=0.1)
+    for of_ranks in samples:
+        x, _, target = batch_of(0, 0)
+        reference.step([(x, sample, target) for sample in of_ranks])
+        yield
+        strategy.backward(loss_of(model, (x, of_ranks[dist.get_rank()], target)), model, optimizer)
+        grads = full_grads(model)
+        assert not any(grads[name].any() for name in grads.keys() - reference.grads.keys())
+        assert_close({name: grads[name] for name in reference.grads}, reference.grads, 1e-9, cls.__name__)
+        strategy.optimizer_step(optimizer, model)
+
+
+@pytest.mark.ranks(2)
+def test_an_order_that_is_not_that_of_the_modules_is_learned_from_a_pass_without_skips():
+    all_, none = {"keep": [True] * 4}, {"keep": [False] * 4}
+    some_, others = {"keep": [True, False, True, False]}, {"keep": [False, True, True, False]}
+    for _ in gradients_of(Reversed, [(all_, all_), (some_, others), (none, others), (all_, none)]):
+        pass
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_may_run_a_pass_while_it_handles_an_error():
+    samples = [({"keep": [True, False, False, False]}, {"keep": [True] * 4})] * 2
+    passes = gradients_of(LayerDrop, samples)
+    next(passes)
+    try:
+        raise KeyError("a batch that is replaced")
+    except KeyError as error:
+        if dist.get_rank() == 0:
+            next(passes)
+        caught = error
+    if dist.get_rank() == 1:
+        next(passes)
+    assert caught.args == ("a batch that is replaced",)
+    assert not list(passes)
 
 
 class Policy(nn.Module):

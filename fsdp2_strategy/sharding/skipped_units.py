@@ -105,6 +105,8 @@ class _Call:
 
     inputs: _Tensors
     """The inputs of the owner that require a gradient."""
+    handled: BaseException | None
+    """The error that the caller was handling when it called the owner."""
     done: dict[_Part, bool] = field(default_factory=dict)
     """The parts that have run (True) or were skipped (False), in order."""
     was_out_of_order: bool = False
@@ -188,7 +190,7 @@ class _Owner:
 
     def _begin(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = _with_gradient(tree_leaves((args, kwargs))) if torch.is_grad_enabled() else ()
-        self._calls.append(_Call(inputs=inputs, has_trained_input=bool(inputs)))
+        self._calls.append(_Call(inputs=inputs, handled=sys.exc_info()[1], has_trained_input=bool(inputs)))
 
     def _before(self, part: _Part, _module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self._calls or part.is_excluded:
@@ -264,7 +266,7 @@ class _Owner:
         if not self._calls:
             return None
         call = self._calls.pop()
-        if sys.exc_info()[1] is not None:
+        if sys.exc_info()[1] is not call.handled:
             return None
         skipped = [part for part in self._order if part not in call.done and not part.is_excluded]
         if call.was_out_of_order:
@@ -313,6 +315,7 @@ class _Owner:
             call.done |= dict.fromkeys(skipped, False)
         elif not call.done[part]:
             call.was_out_of_order = True
+            del call.done[part]  # it runs after those that have run
         call.done[part] = True
         return skipped
 
