@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
+from dataclasses import dataclass
 from unittest.mock import patch
 
 import pytest
@@ -19,6 +20,7 @@ from helpers.reference import (
 )
 from helpers.worlds import some
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fsdp2_strategy import FSDPV2Strategy, explain, shard_model
 from fsdp2_strategy.config.strategy_config import StrategyConfig
@@ -185,7 +187,7 @@ def compare(name, *, frozen=(), micro_batches=1, shard_size=-1, **settings):
     settings = {"block_class_names": ("Block",), **settings}
     strategy = FSDPV2Strategy(config=StrategyConfig(bf16=False, train_batch_size=micro_batches * ranks, **settings))
     torch.manual_seed(0)
-    model = MODELS[name]().double()
+    model = {**MODELS, **UNUSUAL}[name]().double()
     for parameter_name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(part in parameter_name for part in frozen))
     reference = Unsharded(model, loss_of, **options)
@@ -203,6 +205,119 @@ def compare(name, *, frozen=(), micro_batches=1, shard_size=-1, **settings):
             result = strategy.optimizer_step(optimizer, model)
         assert result.grad_norm == pytest.approx(norm, rel=1e-9)
     assert_parameters_close(full_parameters(model), full_parameters(reference.model), 1e-9)
+
+
+@dataclass(frozen=True)
+class Observation:
+    state: torch.Tensor
+    count: int = 0
+
+
+class OfObservation(Block):
+    def forward(self, inputs):
+        return {"actions": (super().forward(inputs["observation"].state), None, 3)}
+
+
+class OfTask(Block):
+    """Gets integers only."""
+
+    def __init__(self):
+        super().__init__()
+        self.tasks = nn.Embedding(4, 8)
+
+    def forward(self, *, route):
+        return super().forward(self.tasks(route))
+
+
+class OfNothing(Block):
+    def __init__(self):
+        super().__init__()
+        self.queries = nn.Parameter(torch.ones(5, 8))
+
+    def forward(self):
+        return super().forward(self.queries)
+
+
+class Observed(Heads):
+    """The inputs and outputs of heads, and the output of the module that has them, are nested."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleDict({name: OfObservation() for name in NAMES})
+
+    def forward(self, x, sample):
+        return self.out(self.observed(self.trunk(x, sample), sample).state)
+
+    def observed(self, x, sample):
+        return Observation(self.heads[sample["head"]]({"observation": Observation(x)})["actions"][0])
+
+
+class OfPolicy(nn.Module):
+    """Its own module returns a dataclass."""
+
+    def __init__(self):
+        super().__init__()
+        self.policy, self.last = Observed(), nn.Linear(8, 4)
+        self.policy.forward = self.policy.observed
+
+    def forward(self, x, sample):
+        return self.last(self.policy(x, sample).state)
+
+
+class Tasks(Heads):
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleDict({name: OfTask() for name in NAMES})
+
+    def forward(self, x, sample):
+        return self.out(self.trunk(x + self.heads[sample["head"]](route=sample["route"]), sample))
+
+
+class Tables(Heads):
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleDict({name: nn.Embedding(4, 8) for name in NAMES})
+
+    def forward(self, x, sample):
+        return self.out(self.trunk(x + self.heads[sample["head"]](sample["route"]), sample))
+
+
+class Queries(Heads):
+    """Heads without inputs, before the trunk and after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleDict({name: OfNothing() for name in NAMES})
+        self.last = nn.ModuleDict({name: OfNothing() for name in NAMES})
+
+    def forward(self, x, sample):
+        x = self.trunk(x + self.heads[sample["head"]](), sample)
+        return self.out(x + self.last[sample["head"]]())
+
+
+class Checkpointed(Base):
+    """Recomputes its layers itself, with the hooks of each."""
+
+    def trunk(self, x, sample):
+        for layer, keep in zip(self.layers, sample["keep"], strict=True):
+            if keep:
+                x = checkpoint(layer, x, use_reentrant=False) if torch.is_grad_enabled() else layer(x)
+        return x
+
+
+UNUSUAL = {cls.__name__: cls for cls in (Observed, OfPolicy, Tasks, Tables, Queries, Checkpointed)}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+@pytest.mark.parametrize("frozen", [(), pytest.param(("layers",), marks=pytest.mark.full)], ids=["", "frozen"])
+@pytest.mark.ranks(2)
+def test_parts_may_have_inputs_and_outputs_of_any_kind(name, frozen):
+    classes = ("Block", "OfObservation", "OfTask", "OfNothing", "Embedding")
+    compare(name, frozen=frozen, block_class_names=[c for c in classes if c in names_of_classes(UNUSUAL[name]())])
+
+
+def names_of_classes(model):
+    return {type(module).__name__ for module in model.modules()}
 
 
 def ranked(*rows):
