@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from unittest.mock import patch
 
@@ -733,6 +733,90 @@ def test_ranks_that_are_slow_in_turn_are_no_error():
             time.sleep(1.5 if dist.get_rank() != step else 0)  # both have waited since the last comparison
             strategy.backward(loss, model, optimizer)
             strategy.optimizer_step(optimizer, model)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.full
+def test_a_rank_that_waits_for_processes_that_train_no_model_is_no_error():
+    engine = dist.new_group([0, 2])  # rank 2 stands for a process that generates
+    with on_group(dist.new_group([0, 1])) if dist.get_rank() < 2 else nullcontext():
+        if dist.get_rank() < 2:
+            with patch.object(unit_watcher, "WATCH_SECONDS", 0.05):
+                model = shard_model(Base(), block_class_names=("Block",), bf16=False)
+                model(torch.ones(2, 8), None)
+                if dist.get_rank() == 0:
+                    dist.broadcast(torch.ones(1), group=engine, src=0)
+                    dist.broadcast(torch.ones(1), group=engine, src=2)
+                assert model(torch.ones(2, 8), None).isfinite().all()
+        else:
+            dist.broadcast(torch.ones(1), group=engine, src=0)
+            time.sleep(3)
+            dist.broadcast(torch.ones(1), group=engine, src=2)
+    dist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_logs_are_compared_after_many_entries_without_a_comparison():
+    with (
+        patch.multiple(unit_log, _MOST_ENTRIES=5, _MOST_PUBLISHED=3),
+        without_board(),
+        on_group(dist.new_group([0, 1])),
+    ):
+        log = unit_log.begin_log()
+        entries = {name: log.register(f"runs {name}", "", lambda: False) for name in "abc"}
+
+        def difference():
+            logs = [None] * 2
+            dist.all_gather_object(logs, log.to_publish())
+            return log.difference(dict(enumerate(logs))) if logs[0].epoch == logs[1].epoch else None
+
+        for place in range(23):
+            log.begin(entries["ab"[place % 2]])
+            log.end()
+            assert difference() is None
+        log.begin(entries["a" if dist.get_rank() else "b"])
+        log.end()
+        assert "rank 0 runs b, rank 1 runs a" in difference()
+        for _ in range(7):
+            log.begin(entries["c"])
+            log.end()
+        sums = torch.tensor(log.numbers(), dtype=torch.float64)
+        dist.all_reduce(sums)
+        assert all_raise(lambda: log.check(sums.tolist()), "the ranks run different units") < 5
+        assert difference() is None
+
+
+@pytest.mark.ranks(1)
+def test_what_a_rank_publishes_is_of_one_time():
+    log = unit_log.UnitLog(dist.group.WORLD)
+
+    class Watched(unit_log._Entries):
+        def __getitem__(self, places):
+            found = super().__getitem__(places)
+            log.begin(entry)  # the main thread goes on
+            log.check([0.0] * 4)
+            log.begin(entry)
+            return found
+
+    entry = log.register("runs a", "", lambda: False)
+    log._entries = Watched(7, [entry, entry])
+    published = log.to_publish()
+    assert (published.epoch, published.first, len(published.entries)) == (7, 0, 2)
+
+
+@pytest.mark.ranks(2)
+def test_a_board_that_is_full_is_used_again():
+    with patch.object(unit_log, "_LENGTH", 8), patch.object(unit_log, "_logs", {}), on_group(dist.new_group([0, 1])):
+        log = unit_log.begin_log()
+        assert log._board is not None
+        names = "abc"
+        entries = {name: log.register(f"runs {name}", "", lambda: dist.barrier() is None) for name in names}
+        run = lambda name: log.run(entries[name], dist.barrier)  # noqa: E731
+        for place in range(29):
+            run(names[place % 3])
+        assert all_raise(lambda: run(names[dist.get_rank()]), "rank 0 runs a, rank 1 runs b") < 10
+        for place in range(29):
+            run(names[place % 3])
 
 
 def test_plans_say_which_modules_ranks_may_skip():
