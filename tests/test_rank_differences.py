@@ -305,7 +305,29 @@ class Checkpointed(Base):
         return x
 
 
-UNUSUAL = {cls.__name__: cls for cls in (Observed, OfPolicy, Tasks, Tables, Queries, Checkpointed)}
+class ChangesInput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x):
+        x.add_(1.0)
+        return self.block(x * 1.0)
+
+
+class InPlace(Heads):
+    """A head changes its input, which the model uses afterwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleDict({name: ChangesInput() for name in NAMES})
+
+    def forward(self, x, sample):
+        x = self.trunk(x, sample) * 1.0
+        return self.out(self.heads[sample["head"]](x) + x)
+
+
+UNUSUAL = {cls.__name__: cls for cls in (InPlace, Observed, OfPolicy, Tasks, Tables, Queries, Checkpointed)}
 
 
 @pytest.mark.parametrize("name", UNUSUAL)

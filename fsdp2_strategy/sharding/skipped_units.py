@@ -46,6 +46,7 @@ from torch import nn
 from fsdp2_strategy.distributed.process_group import current_device
 from fsdp2_strategy.distributed.torch_internals import (
     IS_MANAGED,
+    changes_of,
     fsdp_state_of,
     gather,
     has_forward_hook,
@@ -126,6 +127,8 @@ class _Call:
     """What `_run_skipped` returned, while there was no tensor to attach it to."""
     input: ref[torch.Tensor] | None = None
     """The input of that part."""
+    copied: tuple[torch.Tensor, torch.Tensor] | None = None
+    """The input of the part that runs, and the copy that it got in its place."""
     results: list[tuple[nn.Module, ref[torch.Tensor], list[ref[torch.Tensor]]]] = field(default_factory=list)
     """The container, the input and the outputs of each part that is an entry of a container."""
     has_trained_input: bool = False
@@ -213,6 +216,7 @@ class _Owner:
         skipped = self._skipped_before(part, call)
         found = _first_input(args, kwargs)
         call.input = None if found is None else ref(found[0])
+        call.copied = None
         if not torch.is_grad_enabled():
             self._run_skipped(skipped, ())
             return None
@@ -240,6 +244,7 @@ class _Owner:
             return None
         part.has_trained_input = True
         (changed,) = _attach((tensor,), after)
+        call.copied = tensor, changed
         return replace(changed)
 
     def _note_input(self, part: _Part, *, has_input: bool) -> None:
@@ -292,6 +297,9 @@ class _Owner:
     def _after(self, part: _Part, _module: nn.Module, _inputs: object, output: Any) -> None:
         if self._calls and not part.is_excluded and torch.is_grad_enabled():
             call = self._calls[-1]
+            if call.copied is not None and changes_of(call.copied[1]):
+                call.copied[0].copy_(call.copied[1])  # the part has changed its input in place
+            call.copied = None
             outputs = _with_gradient(_leaves(output))
             call.outputs += (outputs,) if outputs else ()
             call.has_trained_input = bool(outputs)
