@@ -416,6 +416,39 @@ def gradients_of(cls, samples, **settings):
         strategy.optimizer_step(optimizer, model)
 
 
+class Methods(Heads):
+    def loss(self, x, sample, target):
+        """Run the heads outside of the forward."""
+        return (self.out(self.heads[sample["head"]](self.trunk(x, sample))) - target).pow(2).mean()
+
+    def twice(self, x, sample):
+        return self(x, sample) + self(x, sample)
+
+
+@pytest.mark.ranks(2)
+def test_methods_of_the_model_may_run_parts():
+    torch.manual_seed(0)
+    model = Methods().double()
+    reference = Unsharded(model, lambda own, batch: own.loss(*batch), lr=0.1)
+    config = StrategyConfig(bf16=False, block_class_names=("Block",), forward_methods=("loss", "twice"))
+    strategy = FSDPV2Strategy(config=config)
+    strategy.prepare_model(model, is_training=True)
+    optimizer = strategy.create_optimizer(model, lr=0.1)
+    for step in range(3):
+        batches = [batch_of(step, rank) for rank in range(2)]
+        own = batches[dist.get_rank()]
+        reference.step(batches)
+        strategy.backward(model.loss(*own), model, optimizer)
+        grads = full_grads(model)
+        assert_close({name: grads[name] for name in reference.grads}, reference.grads, 1e-9, "methods")
+        strategy.optimizer_step(optimizer, model)
+        with torch.no_grad(), CountCollectives() as collectives:
+            found = model.twice(*own[:2])
+        torch.testing.assert_close(found, reference.model.twice(*own[:2]), rtol=1e-9, atol=1e-9)
+        gathers = sum(count for name, count in collectives.counts.items() if "allgather" in name)
+        assert gathers == 1 + 2 * 7  # the root, and twice four layers and three heads
+
+
 @pytest.mark.ranks(2)
 def test_an_order_that_is_not_that_of_the_modules_is_learned_from_a_pass_without_skips():
     all_, none = {"keep": [True] * 4}, {"keep": [False] * 4}

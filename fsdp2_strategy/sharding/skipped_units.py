@@ -127,6 +127,8 @@ class _Call:
     """What `_run_skipped` returned, while there was no tensor to attach it to."""
     input: ref[torch.Tensor] | None = None
     """The input of that part."""
+    calls_forward: bool = False
+    """Whether a method runs that has called the forward, as one that generates does: the parts are run there."""
     copied: tuple[torch.Tensor, torch.Tensor] | None = None
     """The input of the part that runs, and the copy that it got in its place."""
     results: list[tuple[nn.Module, ref[torch.Tensor], list[ref[torch.Tensor]]]] = field(default_factory=list)
@@ -150,13 +152,14 @@ class SkippedUnits:
         self._kinds = kinds
         self._ignored = set(ignored)
         self._parts: dict[nn.Module, _Part] = {}
+        self._owners: dict[nn.Module, _Owner] = {}
         paths: dict[nn.Module, int] = {}
         for _, module in root.named_modules(remove_duplicate=False):
             paths[module] = paths.get(module, 0) + 1
         self._repeated = {module for module, count in paths.items() if count > 1}
         for module in root.modules():
             if not isinstance(module, _CONTAINERS) and (parts := list(self._parts_of(module))):
-                _Owner(root, module, parts, self.skipped)
+                self._owners[module] = _Owner(root, module, parts, self.skipped)
                 if module is not root and layerdrop_of(module):
                     # transformers would run all layers of a module that FSDP2 manages, and use their outputs.
                     setattr(module, IS_MANAGED, False)
@@ -167,6 +170,12 @@ class SkippedUnits:
         for part in self._parts.values():
             if unit in part.module.modules():
                 part.is_excluded = True
+
+    def run_method(self, owner: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a method of a module as if it were the module's forward."""
+        if owner not in self._owners:
+            return method(*args, **kwargs)
+        return self._owners[owner].run(method, *args, **kwargs)
 
     def _parts_of(self, module: nn.Module, container: nn.Module | None = None) -> Iterator[_Part]:
         for child in module.children():
@@ -204,8 +213,25 @@ class _Owner:
             part.module.register_forward_pre_hook(functools.partial(self._before, part), prepend=True, with_kwargs=True)
             part.module.register_forward_hook(functools.partial(self._after, part))
 
-    def _begin(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a method of the module as its forward."""
+        self._begin(None, args, kwargs)
+        own = self._calls[-1]
+        try:
+            output = method(*args, **kwargs)
+        except BaseException:
+            self._calls.pop()
+            raise
+        if own.calls_forward:
+            self._calls.pop()
+            return output
+        changed = self._end(None, args, output)
+        return output if changed is None else changed
+
+    def _begin(self, _module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = _with_gradient(_leaves((args, kwargs))) if torch.is_grad_enabled() else ()
+        for call in self._calls[-1:]:
+            call.calls_forward = True
         self._calls.append(_Call(inputs=inputs, handled=sys.exc_info()[1], has_trained_input=bool(inputs)))
 
     def _before(self, part: _Part, _module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -306,7 +332,7 @@ class _Owner:
             if part.container is not None and call.input is not None:
                 call.results.append((part.container, call.input, [ref(tensor) for tensor in outputs]))
 
-    def _end(self, _module: nn.Module, _inputs: object, output: Any) -> Any:
+    def _end(self, _module: object, _inputs: object, output: Any) -> Any:
         if not self._calls:
             return None
         call = self._calls.pop()
