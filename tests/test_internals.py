@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.models import build
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -141,7 +142,8 @@ def test_what_is_read_of_torchs_objects_is_there_in_this_version():
     }
     check_attributes(of, subjects, either=[("_fsdp_param_group", "_fsdp_param_groups")])
     torch_internals.mark_idle(state)
-    assert set(of) <= {"state_or_param_group", "iterator", "operator", "function", "local"}, (
+    assert hasattr(dist.PrefixStore, "underlying_store") and {"host", "port"} <= set(dir(dist.TCPStore))
+    assert set(of) <= {"state_or_param_group", "iterator", "operator", "function", "local", "store"}, (
         f"nobody looks at these arguments: {of}"
     )
 

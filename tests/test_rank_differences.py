@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from unittest.mock import patch
 
 import pytest
@@ -19,6 +20,7 @@ from helpers.reference import (
 )
 from helpers.worlds import some
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fsdp2_strategy import FSDPV2Strategy, explain, shard_model
 from fsdp2_strategy.config.strategy_config import StrategyConfig
@@ -60,6 +62,15 @@ class Base(nn.Module):
 class LayerDrop(Base):
     def trunk(self, x, sample):
         for layer, keep in zip(self.layers, sample["keep"], strict=True):
+            x = layer(x) if keep else x
+        return x
+
+
+class Reversed(LayerDrop):
+    """Runs its layers from the last to the first, as some decoders do."""
+
+    def trunk(self, x, sample):
+        for layer, keep in zip(reversed(self.layers), sample["keep"], strict=True):
             x = layer(x) if keep else x
         return x
 
@@ -176,7 +187,7 @@ def compare(name, *, frozen=(), micro_batches=1, shard_size=-1, **settings):
     settings = {"block_class_names": ("Block",), **settings}
     strategy = FSDPV2Strategy(config=StrategyConfig(bf16=False, train_batch_size=micro_batches * ranks, **settings))
     torch.manual_seed(0)
-    model = MODELS[name]().double()
+    model = {**MODELS, **UNUSUAL}[name]().double()
     for parameter_name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(part in parameter_name for part in frozen))
     reference = Unsharded(model, loss_of, **options)
@@ -194,6 +205,141 @@ def compare(name, *, frozen=(), micro_batches=1, shard_size=-1, **settings):
             result = strategy.optimizer_step(optimizer, model)
         assert result.grad_norm == pytest.approx(norm, rel=1e-9)
     assert_parameters_close(full_parameters(model), full_parameters(reference.model), 1e-9)
+
+
+@dataclass(frozen=True)
+class Observation:
+    state: torch.Tensor
+    count: int = 0
+
+
+class OfObservation(Block):
+    def forward(self, inputs):
+        return {"actions": (super().forward(inputs["observation"].state), None, 3)}
+
+
+class OfTask(Block):
+    """Gets integers only."""
+
+    def __init__(self):
+        super().__init__()
+        self.tasks = nn.Embedding(4, 8)
+
+    def forward(self, *, route):
+        return super().forward(self.tasks(route))
+
+
+class OfNothing(Block):
+    def __init__(self):
+        super().__init__()
+        self.queries = nn.Parameter(torch.ones(5, 8))
+
+    def forward(self):
+        return super().forward(self.queries)
+
+
+class Observed(Heads):
+    """The inputs and outputs of heads, and the output of the module that has them, are nested."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleDict({name: OfObservation() for name in NAMES})
+
+    def forward(self, x, sample):
+        return self.out(self.observed(self.trunk(x, sample), sample).state)
+
+    def observed(self, x, sample):
+        return Observation(self.heads[sample["head"]]({"observation": Observation(x)})["actions"][0])
+
+
+class OfPolicy(nn.Module):
+    """Its own module returns a dataclass."""
+
+    def __init__(self):
+        super().__init__()
+        self.policy, self.last = Observed(), nn.Linear(8, 4)
+        self.policy.forward = self.policy.observed
+
+    def forward(self, x, sample):
+        return self.last(self.policy(x, sample).state)
+
+
+class Tasks(Heads):
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleDict({name: OfTask() for name in NAMES})
+
+    def forward(self, x, sample):
+        return self.out(self.trunk(x + self.heads[sample["head"]](route=sample["route"]), sample))
+
+
+class Tables(Heads):
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleDict({name: nn.Embedding(4, 8) for name in NAMES})
+
+    def forward(self, x, sample):
+        return self.out(self.trunk(x + self.heads[sample["head"]](sample["route"]), sample))
+
+
+class Queries(Heads):
+    """Heads without inputs, before the trunk and after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleDict({name: OfNothing() for name in NAMES})
+        self.last = nn.ModuleDict({name: OfNothing() for name in NAMES})
+
+    def forward(self, x, sample):
+        x = self.trunk(x + self.heads[sample["head"]](), sample)
+        return self.out(x + self.last[sample["head"]]())
+
+
+class Checkpointed(Base):
+    """Recomputes its layers itself, with the hooks of each."""
+
+    def trunk(self, x, sample):
+        for layer, keep in zip(self.layers, sample["keep"], strict=True):
+            if keep:
+                x = checkpoint(layer, x, use_reentrant=False) if torch.is_grad_enabled() else layer(x)
+        return x
+
+
+class ChangesInput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x):
+        x.add_(1.0)
+        return self.block(x * 1.0)
+
+
+class InPlace(Heads):
+    """A head changes its input, which the model uses afterwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleDict({name: ChangesInput() for name in NAMES})
+
+    def forward(self, x, sample):
+        x = self.trunk(x, sample) * 1.0
+        return self.out(self.heads[sample["head"]](x) + x)
+
+
+UNUSUAL = {cls.__name__: cls for cls in (InPlace, Observed, OfPolicy, Tasks, Tables, Queries, Checkpointed)}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+@pytest.mark.parametrize("frozen", [(), pytest.param(("layers",), marks=pytest.mark.full)], ids=["", "frozen"])
+@pytest.mark.ranks(2)
+def test_parts_may_have_inputs_and_outputs_of_any_kind(name, frozen):
+    classes = ("Block", "OfObservation", "OfTask", "OfNothing", "Embedding")
+    compare(name, frozen=frozen, block_class_names=[c for c in classes if c in names_of_classes(UNUSUAL[name]())])
+
+
+def names_of_classes(model):
+    return {type(module).__name__ for module in model.modules()}
 
 
 def ranked(*rows):
@@ -249,6 +395,83 @@ def test_they_do_so_with_every_setting(name, settings):
 @pytest.mark.full
 def test_they_do_so_with_replicas(name, grad_sync):
     compare(name, micro_batches=2, grad_sync=grad_sync, shard_size=2)
+
+
+def gradients_of(cls, samples, **settings):
+    """Compare the gradients of some passes with those of the unsharded model; ``samples`` are those of each rank."""
+    torch.manual_seed(0)
+    model = cls().double()
+    reference = Unsharded(model, loss_of, lr=0.1)
+    strategy = FSDPV2Strategy(config=StrategyConfig(bf16=False, block_class_names=("Block",), **settings))
+    strategy.prepare_model(model, is_training=True)
+    optimizer = strategy.create_optimizer(model, lr=0.1)
+    for of_ranks in samples:
+        x, _, target = batch_of(0, 0)
+        reference.step([(x, sample, target) for sample in of_ranks])
+        yield
+        strategy.backward(loss_of(model, (x, of_ranks[dist.get_rank()], target)), model, optimizer)
+        grads = full_grads(model)
+        assert not any(grads[name].any() for name in grads.keys() - reference.grads.keys())
+        assert_close({name: grads[name] for name in reference.grads}, reference.grads, 1e-9, cls.__name__)
+        strategy.optimizer_step(optimizer, model)
+
+
+class Methods(Heads):
+    def loss(self, x, sample, target):
+        """Run the heads outside of the forward."""
+        return (self.out(self.heads[sample["head"]](self.trunk(x, sample))) - target).pow(2).mean()
+
+    def twice(self, x, sample):
+        return self(x, sample) + self(x, sample)
+
+
+@pytest.mark.ranks(2)
+def test_methods_of_the_model_may_run_parts():
+    torch.manual_seed(0)
+    model = Methods().double()
+    reference = Unsharded(model, lambda own, batch: own.loss(*batch), lr=0.1)
+    config = StrategyConfig(bf16=False, block_class_names=("Block",), forward_methods=("loss", "twice"))
+    strategy = FSDPV2Strategy(config=config)
+    strategy.prepare_model(model, is_training=True)
+    optimizer = strategy.create_optimizer(model, lr=0.1)
+    for step in range(3):
+        batches = [batch_of(step, rank) for rank in range(2)]
+        own = batches[dist.get_rank()]
+        reference.step(batches)
+        strategy.backward(model.loss(*own), model, optimizer)
+        grads = full_grads(model)
+        assert_close({name: grads[name] for name in reference.grads}, reference.grads, 1e-9, "methods")
+        strategy.optimizer_step(optimizer, model)
+        with torch.no_grad(), CountCollectives() as collectives:
+            found = model.twice(*own[:2])
+        torch.testing.assert_close(found, reference.model.twice(*own[:2]), rtol=1e-9, atol=1e-9)
+        gathers = sum(count for name, count in collectives.counts.items() if "allgather" in name)
+        assert gathers == 1 + 2 * 7  # the root, and twice four layers and three heads
+
+
+@pytest.mark.ranks(2)
+def test_an_order_that_is_not_that_of_the_modules_is_learned_from_a_pass_without_skips():
+    all_, none = {"keep": [True] * 4}, {"keep": [False] * 4}
+    some_, others = {"keep": [True, False, True, False]}, {"keep": [False, True, True, False]}
+    for _ in gradients_of(Reversed, [(all_, all_), (some_, others), (none, others), (all_, none)]):
+        pass
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_may_run_a_pass_while_it_handles_an_error():
+    samples = [({"keep": [True, False, False, False]}, {"keep": [True] * 4})] * 2
+    passes = gradients_of(LayerDrop, samples)
+    next(passes)
+    try:
+        raise KeyError("a batch that is replaced")
+    except KeyError as error:
+        if dist.get_rank() == 0:
+            next(passes)
+        caught = error
+    if dist.get_rank() == 1:
+        next(passes)
+    assert caught.args == ("a batch that is replaced",)
+    assert not list(passes)
 
 
 class Policy(nn.Module):
@@ -565,6 +788,90 @@ def test_ranks_that_are_slow_in_turn_are_no_error():
             time.sleep(1.5 if dist.get_rank() != step else 0)  # both have waited since the last comparison
             strategy.backward(loss, model, optimizer)
             strategy.optimizer_step(optimizer, model)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.full
+def test_a_rank_that_waits_for_processes_that_train_no_model_is_no_error():
+    engine = dist.new_group([0, 2])  # rank 2 stands for a process that generates
+    with on_group(dist.new_group([0, 1])) if dist.get_rank() < 2 else nullcontext():
+        if dist.get_rank() < 2:
+            with patch.object(unit_watcher, "WATCH_SECONDS", 0.05):
+                model = shard_model(Base(), block_class_names=("Block",), bf16=False)
+                model(torch.ones(2, 8), None)
+                if dist.get_rank() == 0:
+                    dist.broadcast(torch.ones(1), group=engine, src=0)
+                    dist.broadcast(torch.ones(1), group=engine, src=2)
+                assert model(torch.ones(2, 8), None).isfinite().all()
+        else:
+            dist.broadcast(torch.ones(1), group=engine, src=0)
+            time.sleep(3)
+            dist.broadcast(torch.ones(1), group=engine, src=2)
+    dist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_logs_are_compared_after_many_entries_without_a_comparison():
+    with (
+        patch.multiple(unit_log, _MOST_ENTRIES=5, _MOST_PUBLISHED=3),
+        without_board(),
+        on_group(dist.new_group([0, 1])),
+    ):
+        log = unit_log.begin_log()
+        entries = {name: log.register(f"runs {name}", "", lambda: False) for name in "abc"}
+
+        def difference():
+            logs = [None] * 2
+            dist.all_gather_object(logs, log.to_publish())
+            return log.difference(dict(enumerate(logs))) if logs[0].epoch == logs[1].epoch else None
+
+        for place in range(23):
+            log.begin(entries["ab"[place % 2]])
+            log.end()
+            assert difference() is None
+        log.begin(entries["a" if dist.get_rank() else "b"])
+        log.end()
+        assert "rank 0 runs b, rank 1 runs a" in difference()
+        for _ in range(7):
+            log.begin(entries["c"])
+            log.end()
+        sums = torch.tensor(log.numbers(), dtype=torch.float64)
+        dist.all_reduce(sums)
+        assert all_raise(lambda: log.check(sums.tolist()), "the ranks run different units") < 5
+        assert difference() is None
+
+
+@pytest.mark.ranks(1)
+def test_what_a_rank_publishes_is_of_one_time():
+    log = unit_log.UnitLog(dist.group.WORLD)
+
+    class Watched(unit_log._Entries):
+        def __getitem__(self, places):
+            found = super().__getitem__(places)
+            log.begin(entry)  # the main thread goes on
+            log.check([0.0] * 4)
+            log.begin(entry)
+            return found
+
+    entry = log.register("runs a", "", lambda: False)
+    log._entries = Watched(7, [entry, entry])
+    published = log.to_publish()
+    assert (published.epoch, published.first, len(published.entries)) == (7, 0, 2)
+
+
+@pytest.mark.ranks(2)
+def test_a_board_that_is_full_is_used_again():
+    with patch.object(unit_log, "_LENGTH", 8), patch.object(unit_log, "_logs", {}), on_group(dist.new_group([0, 1])):
+        log = unit_log.begin_log()
+        assert log._board is not None
+        names = "abc"
+        entries = {name: log.register(f"runs {name}", "", lambda: dist.barrier() is None) for name in names}
+        run = lambda name: log.run(entries[name], dist.barrier)  # noqa: E731
+        for place in range(29):
+            run(names[place % 3])
+        assert all_raise(lambda: run(names[dist.get_rank()]), "rank 0 runs a, rank 1 runs b") < 10
+        for place in range(29):
+            run(names[place % 3])
 
 
 def test_plans_say_which_modules_ranks_may_skip():

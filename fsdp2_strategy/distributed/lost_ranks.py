@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from datetime import timedelta
 from pathlib import Path
@@ -27,7 +27,12 @@ import torch
 import torch.distributed as dist
 
 from fsdp2_strategy.distributed.process_group import group_in_use, ranks_of
-from fsdp2_strategy.distributed.torch_internals import default_store, frame_of_main_thread, process_groups
+from fsdp2_strategy.distributed.torch_internals import (
+    default_store,
+    frame_of_main_thread,
+    is_of_default_store,
+    process_groups,
+)
 from fsdp2_strategy.errors import StepError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -73,10 +78,14 @@ def after_forward(name: str, *_: object) -> None:
         add_note_outside_calls(error, f"the forward pass of {name}")
 
 
-def collective_in_progress() -> str | None:
+def collective_in_progress(ranks: Collection[int]) -> str | None:
     """Return a description of the collective that the main thread is in; None if it is in none; for other threads.
 
     The innermost frames of the main thread tell: they are torch's while it waits in a collective.
+
+    Args:
+        ranks: collectives in which this rank can wait for none of these ranks do not count. A trainer may wait for
+            processes that generate.
     """
     frame = frame_of_main_thread()
     inner = None
@@ -85,6 +94,8 @@ def collective_in_progress() -> str | None:
             return None
         if frame.f_code.co_filename.endswith(_FILES_OF_COLLECTIVES):
             inner = frame.f_code.co_name
+            if _is_elsewhere(frame.f_locals.get("group"), ranks):
+                return None
             break
         if "/torch/" not in frame.f_code.co_filename:
             return None
@@ -96,6 +107,13 @@ def collective_in_progress() -> str | None:
     if inner is None or frame is None:
         return inner
     return f"{inner}, called at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def _is_elsewhere(group: object, ranks: Collection[int]) -> bool:
+    """Return whether a process group has this rank alone of ``ranks``."""
+    if not isinstance(group, dist.ProcessGroup):
+        return False
+    return not is_of_default_store(group) or len(set(ranks_of(group)).intersection(ranks)) == 1
 
 
 def report_divergence(text: str) -> None:

@@ -386,6 +386,19 @@ def default_store() -> Any:
     return distributed_c10d._get_default_store()
 
 
+def is_of_default_store(group: dist.ProcessGroup) -> bool:
+    """Return whether a group was made with the default group's store, as by `new_group`, so its ranks are known."""
+    store = distributed_c10d._world.pg_map.get(group, (None, None))[1]
+    return store is None or _innermost(store) == _innermost(default_store())
+
+
+def _innermost(store: Any) -> object:
+    """Return an identifier of what several stores with prefixes have in common."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return (store.host, store.port) if hasattr(store, "port") else id(store)
+
+
 def process_groups() -> list[dist.ProcessGroup]:
     """Return all process groups of this process."""
     return list(distributed_c10d._world.pg_map)

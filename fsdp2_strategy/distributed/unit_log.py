@@ -30,7 +30,7 @@ import os
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 from weakref import ref
@@ -74,7 +74,7 @@ class UnitLog:
         self.own = dist.get_rank(group)
         self._texts: dict[int, str] = {}
         self._helpers: dict[int, Callable[[], bool]] = {}
-        self._entries: list[int] = []
+        self._entries = _Entries(0)
         """Entries since the last comparison of digests."""
         self._count = 0
         """Number of entries so far."""
@@ -88,8 +88,6 @@ class UnitLog:
         self.name = _token_of_rank_0(group)
         self.models = 0
         """Number of models whose units the log has; the ranks have prepared them in the same order."""
-        self._epoch = 0
-        """How often ``_entries`` was emptied."""
         if self._watcher is not None:
             self._watcher.start()
 
@@ -129,10 +127,7 @@ class UnitLog:
         place = self._count
         self._count += 1
         if len(self._entries) == _MOST_ENTRIES:
-            self._entries = [
-                int.from_bytes(hashlib.blake2b(repr(self._entries).encode(), digest_size=7).digest(), "big")
-            ]
-            self._epoch += 1
+            self._entries = _Entries(self._entries.epoch + 1, [_hash(repr(list(self._entries)))])
         self._entries.append(entry)
         self._is_inside = True
         if self._watcher is not None:
@@ -182,8 +177,8 @@ class UnitLog:
         Raises:
             StepError: on every rank.
         """
-        entries, self._entries = self._entries, []
-        self._epoch += 1
+        entries = list(self._entries)
+        self._entries = _Entries(self._entries.epoch + 1)
         if is_equal(sums, len(self.ranks)):
             return
         logs: list[list[int]] = [[]] * len(self.ranks)
@@ -223,8 +218,7 @@ class UnitLog:
         self._board.wait_for_all(place)
         entries = self._board.entries(place)
         self._handled = place + 1
-        self._entries.clear()
-        self._epoch += 1
+        self._entries = _Entries(self._entries.epoch + 1)
         raise _agreed(self._message(entries))
 
     def _message(self, entries: list[int | None]) -> str:
@@ -247,7 +241,7 @@ class UnitLog:
 
     def look(self) -> tuple[int, bool]:
         """Return the number of entries, and whether the main thread waits in a collective; for the watcher."""
-        return self._count, self._is_inside or collective_in_progress() is not None
+        return self._count, self._is_inside or collective_in_progress(self.ranks) is not None
 
     @property
     def is_releasing(self) -> bool:
@@ -256,14 +250,17 @@ class UnitLog:
 
     def to_publish(self) -> PublishedLog:
         """Return what other ranks need of this log."""
-        entries = self._entries[-_MOST_PUBLISHED:]
+        known = self._entries
+        length = len(known)  # the main thread may add entries meanwhile, or empty the log
+        first = max(0, length - _MOST_PUBLISHED)
+        entries = known[first:length]
         return PublishedLog(
-            epoch=self._epoch,
+            epoch=known.epoch,
             count=self._count,
-            first=len(self._entries) - len(entries),
+            first=first,
             entries=entries,
             texts={str(entry): self._texts[entry] for entry in set(entries) & self._texts.keys()},
-            call=collective_in_progress() or ("a collective" if self._is_inside else None),
+            call=collective_in_progress(self.ranks) or ("a collective" if self._is_inside else None),
         )
 
     def difference(self, logs: Mapping[int, PublishedLog]) -> str | None:
@@ -282,6 +279,14 @@ class UnitLog:
             if len(set(entries) - {None}) > 1:
                 return self._message(entries)
         return None
+
+
+class _Entries(list[int]):
+    """Entries since the log was emptied, and how often it was; another thread finds that both belong together."""
+
+    def __init__(self, epoch: int, entries: Iterable[int] = ()) -> None:
+        super().__init__(entries)
+        self.epoch = epoch
 
 
 def _hash(text: str) -> int:

@@ -97,6 +97,10 @@ _ABOUT_DTYPES = (
 )
 
 
+def _run(_root: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return method(*args, **kwargs)
+
+
 class BypassHooks:
     """Register hooks that track which units are running, and gather units whose forward is bypassed.
 
@@ -140,6 +144,8 @@ class BypassHooks:
         self._kind: _PassKind | None = None
         """The kind of the running pass; None if none is running."""
         self._prefetch: PrefetchOrder | None = None
+        self.around_method: Callable[..., Any] = _run
+        """Is called with the root, one of its methods and the arguments, and runs it."""
         self.on_bypass: Callable[[nn.Module], None] | None = None
         """Is called with each unit whose forward is bypassed."""
         self._at_start: list[Callable[[], None]] = []
@@ -242,7 +248,7 @@ class BypassHooks:
             args, kwargs = self._cast_inputs(self._root, args, kwargs)
         self._enter(name)
         try:
-            output = self._run_pass(method, *args, **kwargs)
+            output = self._run_pass(self.around_method, self._root, method, *args, **kwargs)
             self._leave(self._root, args, True)
         except BaseException:
             self._leave(self._root, args, None)

@@ -525,6 +525,7 @@ def _add_hooks_for_skipped(plan: ShardPlan, hooks: BypassHooks) -> set[nn.Module
     kinds = {unit.module: unit.kind for unit in plan.units}
     units = SkippedUnits(plan.model, kinds, [unit.module for unit in plan.ignored])
     hooks.on_bypass = units.exclude
+    hooks.around_method = units.run_method
     return units.skipped
 
 

@@ -21,15 +21,21 @@ not depend on is attached to the input of this part, without a gradient. Parts t
 the same input, or are entries of a ModuleDict), have their outputs attached to each other at the end, and their input
 requires a gradient on all ranks: otherwise the order of reductions would depend on which of them a rank runs.
 
+Inputs and outputs may be nested, also in dataclasses. A part may get no floating tensor, as a table of embeddings for
+each robot, or no input at all. What precedes it is then attached to the next tensor, and its gradients are reduced at
+the end of backward on all ranks.
+
 What cannot be corrected is noticed by `distributed.unit_log`: parts in different orders, or a module of which only some
 ranks call the forward.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
@@ -40,6 +46,7 @@ from torch import nn
 from fsdp2_strategy.distributed.process_group import current_device
 from fsdp2_strategy.distributed.torch_internals import (
     IS_MANAGED,
+    changes_of,
     fsdp_state_of,
     gather,
     has_forward_hook,
@@ -65,6 +72,8 @@ _NOT_SKIPPED = ("vision", "shared", "root")
 """The kinds of units that ranks need not run equally often, or that have several places."""
 _MOST_NODES = 64
 """How many nodes of an autograd graph are searched for an output."""
+_MOST_DATACLASSES = 3
+"""How many dataclasses within each other are searched for tensors: they may refer to each other."""
 
 _Tensors = tuple[torch.Tensor, ...]
 
@@ -97,6 +106,8 @@ class _Part:
     """Whether it runs outside of its owner's forward, or its own forward is bypassed."""
     has_trained_input: bool | None = None
     """Whether its input required a gradient when it last ran; None if it never ran with gradients."""
+    has_input: bool = True
+    """Whether its inputs contain a floating tensor, as far as is known: a table of embeddings gets integers only."""
 
 
 @dataclass(eq=False)
@@ -105,13 +116,21 @@ class _Call:
 
     inputs: _Tensors
     """The inputs of the owner that require a gradient."""
+    handled: BaseException | None
+    """The error that the caller was handling when it called the owner."""
     done: dict[_Part, bool] = field(default_factory=dict)
     """The parts that have run (True) or were skipped (False), in order."""
     was_out_of_order: bool = False
-    outputs: _Tensors = ()
-    """The outputs of the part that ran last."""
+    outputs: tuple[_Tensors, ...] = ()
+    """The outputs of the part that ran last, and of parts without floating inputs before it."""
+    numbers: _Tensors = ()
+    """What `_run_skipped` returned, while there was no tensor to attach it to."""
     input: ref[torch.Tensor] | None = None
     """The input of that part."""
+    calls_forward: bool = False
+    """Whether a method runs that has called the forward, as one that generates does: the parts are run there."""
+    copied: tuple[torch.Tensor, torch.Tensor] | None = None
+    """The input of the part that runs, and the copy that it got in its place."""
     results: list[tuple[nn.Module, ref[torch.Tensor], list[ref[torch.Tensor]]]] = field(default_factory=list)
     """The container, the input and the outputs of each part that is an entry of a container."""
     has_trained_input: bool = False
@@ -133,13 +152,14 @@ class SkippedUnits:
         self._kinds = kinds
         self._ignored = set(ignored)
         self._parts: dict[nn.Module, _Part] = {}
+        self._owners: dict[nn.Module, _Owner] = {}
         paths: dict[nn.Module, int] = {}
         for _, module in root.named_modules(remove_duplicate=False):
             paths[module] = paths.get(module, 0) + 1
         self._repeated = {module for module, count in paths.items() if count > 1}
         for module in root.modules():
             if not isinstance(module, _CONTAINERS) and (parts := list(self._parts_of(module))):
-                _Owner(root, module, parts, self.skipped)
+                self._owners[module] = _Owner(root, module, parts, self.skipped)
                 if module is not root and layerdrop_of(module):
                     # transformers would run all layers of a module that FSDP2 manages, and use their outputs.
                     setattr(module, IS_MANAGED, False)
@@ -151,6 +171,12 @@ class SkippedUnits:
             if unit in part.module.modules():
                 part.is_excluded = True
 
+    def run_method(self, owner: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a method of a module as if it were the module's forward."""
+        if owner not in self._owners:
+            return method(*args, **kwargs)
+        return self._owners[owner].run(method, *args, **kwargs)
+
     def _parts_of(self, module: nn.Module, container: nn.Module | None = None) -> Iterator[_Part]:
         for child in module.children():
             if child in self._ignored or child in self._repeated:
@@ -160,7 +186,8 @@ class SkippedUnits:
             elif container is not None or self._kinds.get(child) in _KINDS_OF_CHILDREN:
                 inside = {self._kinds[m] for m in child.modules() if m in self._kinds}
                 if inside and not inside.intersection(_NOT_SKIPPED):
-                    yield _Part(child, list(self._units_in(child)), container)
+                    has_input = not isinstance(child, nn.Embedding | nn.EmbeddingBag)
+                    yield _Part(child, list(self._units_in(child)), container, has_input=has_input)
 
     def _units_in(self, module: nn.Module) -> Iterator[_Unit]:
         inner = [unit for child in module.children() for unit in self._units_in(child)]
@@ -186,54 +213,95 @@ class _Owner:
             part.module.register_forward_pre_hook(functools.partial(self._before, part), prepend=True, with_kwargs=True)
             part.module.register_forward_hook(functools.partial(self._after, part))
 
-    def _begin(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs = _with_gradient(tree_leaves((args, kwargs))) if torch.is_grad_enabled() else ()
-        self._calls.append(_Call(inputs=inputs, has_trained_input=bool(inputs)))
+    def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a method of the module as its forward."""
+        self._begin(None, args, kwargs)
+        own = self._calls[-1]
+        try:
+            output = method(*args, **kwargs)
+        except BaseException:
+            self._calls.pop()
+            raise
+        if own.calls_forward:
+            self._calls.pop()
+            return output
+        changed = self._end(None, args, output)
+        return output if changed is None else changed
+
+    def _begin(self, _module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs = _with_gradient(_leaves((args, kwargs))) if torch.is_grad_enabled() else ()
+        for call in self._calls[-1:]:
+            call.calls_forward = True
+        self._calls.append(_Call(inputs=inputs, handled=sys.exc_info()[1], has_trained_input=bool(inputs)))
 
     def _before(self, part: _Part, _module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not self._calls or part.is_excluded:
-            return None
+        if part.is_excluded or not self._calls:
+            return None if part.is_excluded else _as_in_forward(part, args, kwargs)
         call = self._calls[-1]
         self._skipped.difference_update(_modules_of(part.units))
         skipped = self._skipped_before(part, call)
-        place = _first_input(args, kwargs)
-        tensor = None if place is None else _input_at(place, args, kwargs)
-        call.input = None if tensor is None else ref(tensor)
-        before: _Tensors = ()
-        others: _Tensors = ()
+        found = _first_input(args, kwargs)
+        call.input = None if found is None else ref(found[0])
+        call.copied = None
         if not torch.is_grad_enabled():
             self._run_skipped(skipped, ())
             return None
-        if tensor is not None:
-            before = (tensor,) if tensor.requires_grad else ()
-            if call.outputs and not _depends([*args, *kwargs.values()], call.outputs):
-                others = call.outputs
-            call.outputs = ()
-            part.has_trained_input = tensor.requires_grad
-        if not skipped and not others and (before or tensor is None or not self._needs_gradient(part)):
+        self._note_input(part, has_input=found is not None)
+        if found is None:
+            if skipped:
+                others = tuple(each for group in call.outputs for each in group)
+                call.numbers += self._run_skipped(skipped, (*others, *call.inputs))
+                call.outputs = ()
+            return None
+        tensor, replace = found
+        before = (tensor,) if tensor.requires_grad else ()
+        others = call.numbers
+        if call.outputs:
+            values = _leaves((args, kwargs))
+            others += tuple(each for group in call.outputs if not _depends(values, group) for each in group)
+        call.outputs = call.numbers = ()
+        part.has_trained_input = tensor.requires_grad
+        if not skipped and not others and (before or not self._needs_gradient(part)):
             return None
         if skipped:
             others = (*others, *call.inputs)
-        after = self._for_part(part, self._run_skipped(skipped, (*before, *others)))
-        if tensor is None or not after.requires_grad:
+        after = self._run_skipped(skipped, (*before, *others), then=part)
+        if not after:
             return None
         part.has_trained_input = True
-        (changed,) = _attach((tensor,), (after,))
-        if isinstance(place, int):
-            return (*args[:place], changed, *args[place + 1 :]), kwargs
-        return args, {**kwargs, place: changed}
+        (changed,) = _attach((tensor,), after)
+        call.copied = tensor, changed
+        return replace(changed)
 
-    def _run_skipped(self, skipped: Sequence[_Part], before: _Tensors) -> torch.Tensor:
-        """Run skipped parts as the identity of a number; its backward runs theirs, and then that of ``before``."""
+    def _note_input(self, part: _Part, *, has_input: bool) -> None:
+        """Note whether a part has a floating input; other entries of a ModuleDict get the same kind of inputs."""
+        if part.has_input != has_input:
+            for other in self._order:
+                if other is part or (other.container is part.container and part.container in self._parallel):
+                    other.has_input = has_input
+
+    def _run_skipped(self, skipped: Sequence[_Part], before: _Tensors, then: _Part | None = None) -> _Tensors:
+        """Run skipped parts as the identity of a number; its backward runs theirs, and then that of ``before``.
+
+        Returns:
+            The numbers whose backward does so: the input of the part ``then``, and those of parts without inputs.
+        """
         number = torch.zeros((), device=current_device())  # its backward runs on the thread of the units' backward
         if before:
             (number,) = _attach((number,), before)
+        numbers = []
         for part in skipped:
-            number = self._for_part(part, number)
+            own = self._for_part(part, number) if part.has_input else torch.zeros_like(number)
             for unit in part.units:
-                number = _run_as_identity(unit, number)
+                own = _run_as_identity(unit, own)
+            if part.has_input:
+                number = own
+            else:
+                numbers.append(own)
             self._skipped.update(_modules_of(part.units))
-        return number
+        if then is not None:
+            number = self._for_part(then, number)
+        return _with_gradient([number, *reversed(numbers)])
 
     def _for_part(self, part: _Part, number: torch.Tensor) -> torch.Tensor:
         """Make the input of a part require a gradient, if it may require one on another rank."""
@@ -255,16 +323,20 @@ class _Owner:
     def _after(self, part: _Part, _module: nn.Module, _inputs: object, output: Any) -> None:
         if self._calls and not part.is_excluded and torch.is_grad_enabled():
             call = self._calls[-1]
-            call.outputs = _with_gradient(tree_leaves(output))
-            call.has_trained_input = bool(call.outputs)
+            if call.copied is not None and changes_of(call.copied[1]):
+                call.copied[0].copy_(call.copied[1])  # the part has changed its input in place
+            call.copied = None
+            outputs = _with_gradient(_leaves(output))
+            call.outputs += (outputs,) if outputs else ()
+            call.has_trained_input = bool(outputs)
             if part.container is not None and call.input is not None:
-                call.results.append((part.container, call.input, [ref(tensor) for tensor in call.outputs]))
+                call.results.append((part.container, call.input, [ref(tensor) for tensor in outputs]))
 
-    def _end(self, _module: nn.Module, _inputs: object, output: Any) -> Any:
+    def _end(self, _module: object, _inputs: object, output: Any) -> Any:
         if not self._calls:
             return None
         call = self._calls.pop()
-        if sys.exc_info()[1] is not None:
+        if sys.exc_info()[1] is not call.handled:
             return None
         skipped = [part for part in self._order if part not in call.done and not part.is_excluded]
         if call.was_out_of_order:
@@ -275,10 +347,13 @@ class _Owner:
         if len(call.results) > 1:
             self._find_parallel(call, output)
         is_joined = sum(container in self._parallel for container, *_ in call.results) > 1
-        is_used = not call.outputs or _depends(tree_leaves(output), call.outputs)
-        if not skipped and is_used and not is_joined:
+        others = call.numbers
+        if call.outputs:
+            values = _leaves(output)
+            others += tuple(each for group in call.outputs if not _depends(values, group) for each in group)
+        if not skipped and not others and not is_joined:
             return None
-        return self._attach_to_output(output, call, skipped, () if is_used else call.outputs, is_joined=is_joined)
+        return self._attach_to_output(output, call, skipped, others, is_joined=is_joined)
 
     def _attach_to_output(
         self, output: Any, call: _Call, skipped: Sequence[_Part], others: _Tensors, *, is_joined: bool
@@ -287,7 +362,7 @@ class _Owner:
 
         If ``is_joined``, backward from any tensor of the output reaches all of these tensors.
         """
-        leaves, structure = tree_flatten(output)
+        leaves, rebuild = _flatten(output)
         floating = [i for i, leaf in enumerate(leaves) if _is_floating(leaf)]
         places = [i for i in floating if leaves[i].requires_grad] or floating[:1]
         if len(places) < 2 and not skipped and not others:
@@ -295,14 +370,14 @@ class _Owner:
         tensors = tuple(leaves[i] for i in places)
         # Without a trained input, backward does not reach the first parts on ranks that run them.
         before: _Tensors = ()
-        if skipped and self._has_trained_input(skipped[0], call):
+        first = next((part for part in skipped if part.has_input), None)
+        if first is not None and self._has_trained_input(first, call):
             before = (*_with_gradient(tensors), *call.inputs)
-        after = self._run_skipped(skipped, (*before, *others))
-        if after.requires_grad:
-            others = (after,)
+        if skipped:
+            others = self._run_skipped(skipped, (*before, *others))
         for i, tensor in zip(places, _attach(tensors, others) if others or is_joined else tensors, strict=True):
             leaves[i] = tensor
-        return tree_unflatten(leaves, structure)
+        return rebuild(leaves)
 
     def _skipped_before(self, part: _Part, call: _Call) -> list[_Part]:
         """Note that a part runs, and return the parts before it that have not run in this call."""
@@ -313,6 +388,7 @@ class _Owner:
             call.done |= dict.fromkeys(skipped, False)
         elif not call.done[part]:
             call.was_out_of_order = True
+            del call.done[part]  # it runs after those that have run
         call.done[part] = True
         return skipped
 
@@ -324,7 +400,7 @@ class _Owner:
 
     def _find_parallel(self, call: _Call, output: Any) -> None:
         """Note the containers of which several parts got one input, and returned outputs that the owner returns."""
-        returned = {id(leaf) for leaf in tree_leaves(output)}
+        returned = {id(leaf) for leaf in _leaves(output)}
         inputs: dict[nn.Module, list[object]] = {}
         for container, given, outputs in call.results:
             if (tensor := given()) is not None and returned.intersection(id(own()) for own in outputs):
@@ -385,17 +461,83 @@ def _run_as_identity(unit: _Unit, number: torch.Tensor) -> torch.Tensor:
     return number
 
 
-def _first_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | str | None:
-    """Return the place of the first floating tensor among the inputs, rather of one that requires a gradient."""
+def _as_in_forward(part: _Part, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Let the input of a part require a gradient in a recomputation if it did so in the forward."""
+    if not (part.has_trained_input and is_in_backward() and torch.is_grad_enabled()):
+        return None
+    found = _first_input(args, kwargs)
+    if found is None or found[0].requires_grad:
+        return None
+    tensor, replace = found
+    return replace(*_attach((tensor,), (_leaf(tensor),)))
+
+
+def _first_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, Callable[..., Any]] | None:
+    """Return the first floating tensor among the inputs, rather one that requires a gradient.
+
+    Returns:
+        None if there is none; or the tensor, and a function that returns the inputs with another one in its place.
+    """
     inputs: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    places = [place for place, value in inputs if _is_floating(value)]
-    trained = [place for place in places if _input_at(place, args, kwargs).requires_grad]
-    return next(iter(trained or places), None)
+    for place, value in inputs:
+        if _is_floating(value) and value.requires_grad:
+            return value, functools.partial(_with_input, args, kwargs, place)
+    leaves, rebuild = _flatten((args, kwargs))
+    places = [place for place, leaf in enumerate(leaves) if _is_floating(leaf)]
+    first = next((i for i in places if leaves[i].requires_grad), next(iter(places), None))
+    if first is None:
+        return None
+    return leaves[first], lambda changed: rebuild([*leaves[:first], changed, *leaves[first + 1 :]])
 
 
-def _input_at(place: int | str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    tensor: torch.Tensor = args[place] if isinstance(place, int) else kwargs[place]
-    return tensor
+def _with_input(args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str, value: torch.Tensor) -> Any:
+    if isinstance(place, int):
+        return (*args[:place], value, *args[place + 1 :]), kwargs
+    return args, {**kwargs, place: value}
+
+
+def _leaves(values: Any, depth: int = 0) -> list[Any]:
+    """Return the leaves of nested values, those of dataclasses included."""
+    found = []
+    for leaf in tree_leaves(values):
+        found += _leaves(_fields(leaf), depth + 1) if _is_nested(leaf, depth) else [leaf]
+    return found
+
+
+def _flatten(values: Any, depth: int = 0) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Return the leaves of nested values, and a function that builds the values of other leaves."""
+    nodes, structure = tree_flatten(values)
+    inner = [_flatten(_fields(node), depth + 1) if _is_nested(node, depth) else ([node], None) for node in nodes]
+
+    def rebuild(leaves: list[Any]) -> Any:
+        waiting, found = iter(leaves), []
+        for node, (own, build) in zip(nodes, inner, strict=True):
+            changed = [next(waiting) for _ in own]
+            found.append(changed[0] if build is None else _with_fields(node, build(changed)))
+        return tree_unflatten(found, structure)
+
+    return [leaf for own, _ in inner for leaf in own], rebuild
+
+
+def _is_nested(value: object, depth: int) -> bool:
+    return depth < _MOST_DATACLASSES and dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {each.name: getattr(value, each.name) for each in dataclasses.fields(value) if hasattr(value, each.name)}
+
+
+def _with_fields(value: Any, fields: dict[str, Any]) -> Any:
+    different = {name: own for name, own in fields.items() if getattr(value, name) is not own}
+    if not different:
+        return value
+    changed = copy.copy(value)
+    for name, own in different.items():
+        if type(value).__dataclass_params__.frozen:
+            object.__setattr__(changed, name, own)
+        else:
+            setattr(changed, name, own)
+    return changed
 
 
 def _is_floating(value: object) -> bool:
