@@ -462,7 +462,7 @@ def _run_as_identity(unit: _Unit, number: torch.Tensor) -> torch.Tensor:
 
 
 def _as_in_forward(part: _Part, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Let the input of a part require a gradient in a recomputation if it did so in the forward."""
+    """Make the input of a part require a gradient in a recomputation if it did so in the forward."""
     if not (part.has_trained_input and is_in_backward() and torch.is_grad_enabled()):
         return None
     found = _first_input(args, kwargs)
