@@ -26,6 +26,7 @@ from fsdp2_strategy.distributed import collectives, memory
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.mesh import set_timeouts
 from fsdp2_strategy.distributed.process_group import group_in_use
+from fsdp2_strategy.distributed.unit_log import run_noted
 from fsdp2_strategy.errors import ConfigError, DataError, OptimizerError
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.model.offload import offload, reload
@@ -176,7 +177,7 @@ class FSDPV2Strategy(TrainingStrategy):
     def sync_and_clear_cache(self) -> None:
         """Run Python's garbage collector, synchronise ranks and device, free cached device memory; collective."""
         gc.collect()
-        dist.barrier(group=group_in_use())
+        run_noted("waits in a barrier", lambda: dist.barrier(group=group_in_use()))
         memory.clear_cache()
 
     # --- data ---------------------------------------------------------------------------------------------------------

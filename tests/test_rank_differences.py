@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp2_strategy import FSDPV2Strategy, explain, shard_model
 from fsdp2_strategy.config.strategy_config import StrategyConfig
 from fsdp2_strategy.distributed import unit_log, unit_watcher
+from fsdp2_strategy.distributed.agreement import from_rank_0, to_rank_0
 from fsdp2_strategy.distributed.process_group import on_group
 from fsdp2_strategy.errors import ShardError, StepError
 
@@ -688,6 +689,36 @@ def test_units_in_another_order_are_an_error_on_every_rank_that_names_them(world
     assert all_raise(train, r"rank 0 gathers two of Ordered, rank 1 gathers one of Ordered") < 10
     # the process group is as before, for another model
     compare("Heads")
+
+
+CALLS = {
+    "save_ckpt": (
+        lambda strategy, model, folder: strategy.save_ckpt(model, folder),
+        "compares values with the other ranks",
+    ),
+    "from_rank_0": (lambda *_: from_rank_0(1), "gets a value from rank 0"),
+    "all_reduce": (lambda strategy, *_: strategy.all_reduce(1.0), "compares values with the other ranks"),
+    "to_rank_0": (lambda *_: to_rank_0(1), "gathers values on rank 0"),
+    "barrier": (lambda strategy, *_: strategy.sync_and_clear_cache(), "waits in a barrier"),
+}
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("name", some(CALLS, ["save_ckpt"]))
+@pytest.mark.ranks(2)
+def test_a_rank_that_makes_another_call_and_one_that_runs_the_model_both_hear_of_it(name, first, tmp_path):
+    """Also if the rank that makes the call has not run the model yet."""
+    strategy, model, _ = prepared(Ordered)
+    call, text = CALLS[name]
+
+    def run():
+        time.sleep(0.2 if dist.get_rank() != first else 0)  # one rank waits in its collective
+        if dist.get_rank():
+            call(strategy, model, tmp_path)
+        else:
+            model(torch.ones(2, 8), ("one", "two"))
+
+    assert all_raise(run, f"rank 0 gathers the root unit of Ordered, rank 1 {text}") < 5
 
 
 @pytest.mark.ranks(3)

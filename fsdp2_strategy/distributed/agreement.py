@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from fsdp2_strategy.distributed.lost_ranks import add_note_outside_calls, is_lost_rank
 from fsdp2_strategy.distributed.process_group import control_device, group_in_use, is_rank_0, world_size
-from fsdp2_strategy.distributed.unit_log import current_log
+from fsdp2_strategy.distributed.unit_log import current_log, run_noted
 from fsdp2_strategy.errors import FSDP2StrategyError, StepError
 
 T = TypeVar("T")
@@ -137,7 +137,7 @@ def check_equal(action: str, value: object, error: type[FSDP2StrategyError], exp
     digest = hashlib.sha256(repr(value).encode()).digest()
     own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(control_device())
     digests = [torch.empty_like(own) for _ in range(world_size())]
-    dist.all_gather(digests, own, group=group_in_use())
+    run_noted("compares values with the other ranks", lambda: dist.all_gather(digests, own, group=group_in_use()))
     different = [number for number, other in enumerate(digests) if not torch.equal(other, digests[0])]
     if different:
         raise error(f"cannot {action}: ranks {different} differ from rank 0, expected {expected}")
@@ -146,12 +146,18 @@ def check_equal(action: str, value: object, error: type[FSDP2StrategyError], exp
 def to_rank_0(value: T) -> list[T]:
     """Gather the values of all ranks on rank 0; return an empty list on other ranks; collective."""
     values: list[Any] = [None] * world_size() if is_rank_0() else []
-    dist.gather_object(value, values or None, group_dst=0, group=group_in_use())
+    run_noted(
+        "gathers values on rank 0",
+        lambda: dist.gather_object(value, values or None, group_dst=0, group=group_in_use()),
+    )
     return values
 
 
 def from_rank_0(value: T) -> T:
     """Return rank 0's value on every rank; collective."""
     box = [value]
-    dist.broadcast_object_list(box, group_src=0, group=group_in_use(), device=control_device())
+    run_noted(
+        "gets a value from rank 0",
+        lambda: dist.broadcast_object_list(box, group_src=0, group=group_in_use(), device=control_device()),
+    )
     return box[0]

@@ -60,6 +60,13 @@ _ENTERED, _REFUSED = 1, 2
 Action = Literal["takes an optimizer step", "makes another collective call, or has failed"]
 """What this package's own all-reduces are for, as a predicate of "rank 1"."""
 
+OtherAction = Literal[
+    "compares values with the other ranks", "gathers values on rank 0", "gets a value from rank 0", "waits in a barrier"
+]
+"""Other collectives of this package that may be the first of a call, as predicates of "rank 1"."""
+DIGEST_BYTES = 32
+"""How many bytes ranks compare."""
+
 
 class UnitLog:
     """The log of one process group; see [Note: same units on all ranks]. To create one is collective.
@@ -83,6 +90,10 @@ class UnitLog:
         self._handled = 0
         """Number of entries up to the last error."""
         self._actions = {action: self.register(action, "", lambda: False) for action in get_args(Action)}
+        self._others = {
+            action: self.register(action, "", functools.partial(_join, action, self._group))
+            for action in get_args(OtherAction)
+        }
         self._board = _Board.shared_by(group)
         self._watcher = Watcher(self) if len(self.ranks) > 1 else None
         self.name = _token_of_rank_0(group)
@@ -104,6 +115,10 @@ class UnitLog:
         self._texts[entry] = text
         self._helpers[entry] = help_others
         return entry
+
+    def entry_of(self, action: OtherAction) -> int:
+        """Return the entry of a collective that `run_noted` runs."""
+        return self._others[action]
 
     def all_reduce(self, total: torch.Tensor, action: Action) -> None:
         """All-reduce numbers in float64 over the ranks of the group, noted in the log as an action.
@@ -299,6 +314,23 @@ def _agreed(text: str) -> StepError:
     return error
 
 
+def _join(action: OtherAction, group_in_use: ref[Any]) -> bool:
+    """Take part in a collective of `run_noted` without using its result, for ranks that have begun it."""
+    group = group_in_use()
+    ranks, own = dist.get_world_size(group), dist.get_rank(group)
+    match action:
+        case "compares values with the other ranks":
+            digest = torch.zeros(DIGEST_BYTES, dtype=torch.uint8, device=control_device())
+            dist.all_gather([torch.empty_like(digest) for _ in range(ranks)], digest, group=group)
+        case "gathers values on rank 0":
+            dist.gather_object(None, None if own else [None] * ranks, group_dst=0, group=group)
+        case "gets a value from rank 0":
+            dist.broadcast_object_list([None], group_src=0, group=group, device=control_device())
+        case "waits in a barrier":
+            dist.barrier(group=group)
+    return True
+
+
 class _Board:
     """Memory that the ranks of one host share: how far each rank is, and its last entries."""
 
@@ -447,6 +479,19 @@ def begin_log() -> UnitLog:
         group = _current_group()
         log = _logs[id(group)] = UnitLog(group)
     return log
+
+
+def run_noted(action: OtherAction, collective: Callable[[], object]) -> None:
+    """Run a collective of the group in use, noted in its log if there is one; collective.
+
+    Raises:
+        StepError: on every rank, if another rank does something else.
+    """
+    log = current_log()
+    if log is None:
+        collective()
+    else:
+        log.run(log.entry_of(action), collective)
 
 
 def _current_group() -> Any:

@@ -95,7 +95,7 @@ _uses_store = threading.Lock()
 
 
 def _end_requests() -> None:
-    """Prevent further requests of all threads: Python would end it in the middle of one, and the process with an abort."""
+    """Prevent further requests of all threads: Python would end them within one, and the process with an abort."""
     _uses_store.acquire(timeout=2)
 
 

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from fsdp2_strategy.distributed.torch_internals import (
+    choose_root,
+    fsdp_state_of,
     gathering_ranks,
     gradient_ranks,
     has_unreduced_gradient,
@@ -48,7 +50,7 @@ def watch_units(root: nn.Module) -> None:
         own = ref(param_group)
         if gathering_ranks(param_group) > 1:
             text = f"gathers {name} of {class_name(root)}"
-            entry = log.register(text, key, functools.partial(_help_to_gather, own))
+            entry = log.register(text, key, functools.partial(_help_to_gather, ref(root), own))
             register_hook(param_group, "gather", "divergence", functools.partial(_gather, log, entry))
         if gradient_ranks(param_group) > 1:
             text = f"reduces the gradients of {name} of {class_name(root)}"
@@ -70,10 +72,12 @@ def _reduce(log: UnitLog, entry: int, param_group: Any, reduce: Callable[..., No
         reduce(*unused)
 
 
-def _help_to_gather(own: ref[Any]) -> bool:
+def _help_to_gather(root: ref[nn.Module], own: ref[Any]) -> bool:
     """Take part in the gather of a unit without using the result; return whether this was possible."""
-    if (param_group := own()) is None:
+    model, param_group = root(), own()
+    if model is None or param_group is None:
         return False
+    choose_root(fsdp_state_of(model))  # this rank may not have run the model yet
     reset_param_group(param_group)
     original_call(param_group, "gather")(False)
     reset_param_group(param_group)
