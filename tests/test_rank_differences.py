@@ -425,13 +425,18 @@ class Methods(Heads):
     def twice(self, x, sample):
         return self(x, sample) + self(x, sample)
 
+    @torch.no_grad()
+    def act(self, x, sample):
+        """Return an action that is stored, or run the heads, without gradients."""
+        return x if x.shape[0] == 1 else self.out(self.heads[sample["head"]](self.trunk(x, sample)))
+
 
 @pytest.mark.ranks(2)
 def test_methods_of_the_model_may_run_parts():
     torch.manual_seed(0)
     model = Methods().double()
     reference = Unsharded(model, lambda own, batch: own.loss(*batch), lr=0.1)
-    config = StrategyConfig(bf16=False, block_class_names=("Block",), forward_methods=("loss", "twice"))
+    config = StrategyConfig(bf16=False, block_class_names=("Block",), forward_methods=("loss", "twice", "act"))
     strategy = FSDPV2Strategy(config=config)
     strategy.prepare_model(model, is_training=True)
     optimizer = strategy.create_optimizer(model, lr=0.1)
@@ -448,6 +453,12 @@ def test_methods_of_the_model_may_run_parts():
         torch.testing.assert_close(found, reference.model.twice(*own[:2]), rtol=1e-9, atol=1e-9)
         gathers = sum(count for name, count in collectives.counts.items() if "allgather" in name)
         assert gathers == 1 + 2 * 7  # the root, and twice four layers and three heads
+        with CountCollectives() as collectives:
+            action = model.act(*own[:2])
+            stored = model.act(own[0][:1], own[1])
+        assert not action.requires_grad and not stored.requires_grad
+        gathers = sum(count for name, count in collectives.counts.items() if "allgather" in name)
+        assert gathers <= 1 + 7 + 1  # the second call gathers the root at most
 
 
 @pytest.mark.ranks(2)

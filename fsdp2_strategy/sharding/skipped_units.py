@@ -127,6 +127,8 @@ class _Call:
     """What `_run_skipped` returned, while there was no tensor to attach it to."""
     input: ref[torch.Tensor] | None = None
     """The input of that part."""
+    has_gradients: bool = False
+    """Whether gradients were enabled when one of its parts ran: a forward may disable them for itself."""
     calls_forward: bool = False
     """Whether a method runs that has called the forward, as one that generates does: the parts are run there."""
     copied: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -222,7 +224,8 @@ class _Owner:
         except BaseException:
             self._calls.pop()
             raise
-        if own.calls_forward:
+        # A method that ran no part may be one that does not run the model, as one that returns stored actions.
+        if own.calls_forward or not own.done:
             self._calls.pop()
             return output
         changed = self._end(None, args, output)
@@ -243,6 +246,7 @@ class _Owner:
         found = _first_input(args, kwargs)
         call.input = None if found is None else ref(found[0])
         call.copied = None
+        call.has_gradients |= torch.is_grad_enabled()
         if not torch.is_grad_enabled():
             self._run_skipped(skipped, ())
             return None
@@ -341,8 +345,10 @@ class _Owner:
         skipped = [part for part in self._order if part not in call.done and not part.is_excluded]
         if call.was_out_of_order:
             self._order = _merged([part for part, has_run in call.done.items() if has_run], self._order)
-        if not torch.is_grad_enabled():
-            self._run_skipped(skipped, ())
+        is_without = bool(call.done) and not call.has_gradients and not _with_gradient(_leaves(output))
+        if is_without or not torch.is_grad_enabled():
+            with torch.no_grad():
+                self._run_skipped(skipped, ())
             return None
         if len(call.results) > 1:
             self._find_parallel(call, output)
