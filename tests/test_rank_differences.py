@@ -619,7 +619,7 @@ def seeded_loss(model, batch):
     ("world", "name"),
     ranked(
         *((name not in ("hubert", "opt"), (2, name)) for name in REAL),
-        *((name not in ("m2m100", "switch"), (3, name)) for name in REAL),
+        *((True, (3, name)) for name in REAL),
     ),
 )
 def test_real_models_with_layerdrop_or_experts_train_as_unsharded_with_a_seed_per_rank(world, name):
@@ -821,6 +821,7 @@ def test_ranks_that_wait_for_each_other_are_named_within_ten_seconds(kind, end_r
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.full
 def test_ranks_that_are_slow_in_turn_are_no_error():
     with patch.object(unit_watcher, "WATCH_SECONDS", 0.05):
         strategy, model, optimizer = prepared(Heads)

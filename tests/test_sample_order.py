@@ -111,7 +111,7 @@ SAVES = {"save_strategy": "steps", "save_steps": 1, "max_steps": 10}
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", some(SAMPLERS, ("grouped", "weighted_own", "lazy")))
+@pytest.mark.parametrize("name", some(SAMPLERS, ("weighted_own",)))
 def test_a_resume_at_any_step_of_any_epoch_has_the_samples_of_the_run_without_a_stop(tmp_path, name):
     model = write_model(tmp_path / "model", attention_dropout=0.1)
     whole = indices(name, model, tmp_path / "run", **SAVES)
