@@ -157,3 +157,18 @@ def test_a_cache_of_the_caller_is_left_as_it_is():
             torch.testing.assert_close(*found)
             generated = [m.generate(IDS, max_new_tokens=3, do_sample=False, pad_token_id=0) for m in (model, expected)]
         assert torch.equal(*generated)
+
+
+def test_places_of_an_image_that_share_a_time_are_no_documents():
+    times = torch.tensor([[0, 1, 1, 1, 1, 3, 4, 5]])
+    rows = torch.stack([times, times, times, times])
+    mask = torch.ones_like(times)
+    assert positions_of_documents(rows, mask) is None
+    assert positions_of_documents(rows, None) is None
+    packed = torch.cat([rows, rows[..., :3]], dim=-1)
+    expected = [[*range(8), *range(3)]]
+    for given in (torch.ones(1, 11, dtype=torch.long), None):
+        found = positions_of_documents(packed, given)
+        assert found is not None
+        assert found[0].tolist() == expected
+        assert torch.equal(found[1:], packed[1:])
