@@ -172,3 +172,7 @@ def test_places_of_an_image_that_share_a_time_are_no_documents():
         assert found is not None
         assert found[0].tolist() == expected
         assert torch.equal(found[1:], packed[1:])
+    text = torch.tensor([[0, 0, 1, 2, 3, 4, 5, 6]])  # with a row of its own, a document may have one token
+    found = positions_of_documents(torch.stack([text, times, times, times]), mask)
+    assert found is not None
+    assert torch.equal(found[0], text)

@@ -64,8 +64,8 @@ OtherAction = Literal[
     "compares values with the other ranks", "gathers values on rank 0", "gets a value from rank 0", "waits in a barrier"
 ]
 """Other collectives of this package that may be the first of a call, as predicates of "rank 1"."""
-DIGEST_BYTES = 32
-"""How many bytes ranks compare."""
+_DIGEST_BYTES = hashlib.sha256().digest_size
+"""How many bytes ranks compare in `agreement.check_equal`."""
 
 
 class UnitLog:
@@ -320,7 +320,7 @@ def _join(action: OtherAction, group_in_use: ref[Any]) -> bool:
     ranks, own = dist.get_world_size(group), dist.get_rank(group)
     match action:
         case "compares values with the other ranks":
-            digest = torch.zeros(DIGEST_BYTES, dtype=torch.uint8, device=control_device())
+            digest = torch.zeros(_DIGEST_BYTES, dtype=torch.uint8, device=control_device())
             dist.all_gather([torch.empty_like(digest) for _ in range(ranks)], digest, group=group)
         case "gathers values on rank 0":
             dist.gather_object(None, None if own else [None] * ranks, group_dst=0, group=group)

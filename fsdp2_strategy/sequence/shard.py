@@ -286,15 +286,18 @@ def positions_of_documents(positions: torch.Tensor, mask: torch.Tensor | None) -
     """Return positions by which padding is documents of its own; None if no row is packed.
 
     Args:
-        positions: [batch or 1, length]; or [4, batch, length], of which the first row counts, as in transformers. It
-            may be that of times, which are equal for all places of an image: then, documents begin where it decreases.
+        positions: [batch or 1, length]; or [4, batch, length], of which the first row counts, as in transformers. If it
+            equals the second one, the times, which the places of an image share, documents begin where it decreases.
         mask: [batch, length], 0 for padding.
     """
     if positions.ndim == 3 and positions.shape[0] == 4:
-        places = torch.arange(positions.shape[-1], device=positions.device).expand_as(positions[0])
-        begins = torch.nn.functional.pad(positions[0].diff(dim=-1) < 0, (1, 0))
-        text = positions_of_documents(places - torch.where(begins, places, 0).cummax(dim=-1).values, mask)
-        return None if text is None else torch.cat([text.expand_as(positions[1])[None], positions[1:]])
+        text = positions[0]
+        if torch.equal(text, positions[1]):  # times
+            places = torch.arange(text.shape[-1], device=text.device).expand_as(text)
+            begins = torch.nn.functional.pad(text.diff(dim=-1) < 0, (1, 0))
+            text = places - torch.where(begins, places, 0).cummax(dim=-1).values
+        documents = positions_of_documents(text, mask)
+        return None if documents is None else torch.cat([documents.expand_as(positions[1])[None], positions[1:]])
     is_other = mask is not None and (mask.ndim != 2 or mask.shape[1] != positions.shape[-1])
     if positions.ndim != 2 or positions.shape[1] < 2 or is_other:
         return None
