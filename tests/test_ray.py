@@ -63,6 +63,7 @@ def environment():
         "PYTHONPATH": os.pathsep.join(map(str, path)),
         "RAY_TMPDIR": folder,
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",  # beside other tests, a nice trainer may take longer than the driver waits for it
         "RAY_AUTH_TOKEN": secrets.token_hex(32),  # otherwise Ray writes one into the home folder
     }
     try:

@@ -11,6 +11,7 @@ import os
 import pickle
 import shutil
 import weakref
+from itertools import pairwise
 from pathlib import Path
 from unittest.mock import patch
 
@@ -173,13 +174,15 @@ def test_bytes_read_are_the_bytes_of_the_shard(tmp_path):
         model = transformers.MixtralForCausalLM.from_pretrained(tmp_path)
     shard_model(model, bf16=False)
     load_weights(model)  # Python and torch read modules at their first use
-    before = bytes_read()
-    load_weights(model)
-    read = bytes_read() - before
+    counts = [bytes_read()]
+    for _ in range(3):
+        load_weights(model)
+        counts.append(bytes_read())
+    read = min(after - before for before, after in pairwise(counts))  # other threads of this process may read, too
     needed = sum(p.to_local().nbytes for p in model.parameters())
     header = int.from_bytes((tmp_path / "model.safetensors").read_bytes()[:8], "little") + 8
     slack = 4096  # what the measurement itself reads, and the process group
-    assert needed + header <= read <= needed + header + slack
+    assert needed + header <= read <= needed + header + slack, [read - needed - header, *counts]
 
 
 def load_in_little_memory(folder):
