@@ -4,8 +4,10 @@ import collections
 import copy
 import dataclasses
 import functools
+import logging
 import types
 import warnings
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from helpers.models import build
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 
 from fsdp2_strategy import CheckpointError, FSDPV2Strategy, init_on_meta, load_weights, shard_model
 
@@ -357,6 +359,39 @@ def test_a_plain_tensor_without_known_values_is_an_error_that_names_it(how, reas
         model[1].plain = torch.ones(3, device="meta")
     with pytest.raises(CheckpointError, match=rf"1\.plain\S*, a tensor on meta that is not registered, {reason}"):
         strategy.prepare_model(model, is_training=True)
+
+
+class OfRemoteCode(PreTrainedModel):
+    """As in much remote code: a plain reference to a buffer, which ``from_pretrained`` leaves on the meta device."""
+
+    config_class = PretrainedConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("frequencies", numbers(4))
+        self.original_frequencies = self.frequencies
+        self.post_init()
+
+    def forward(self, x):
+        return self.linear(x) * self.frequencies
+
+
+@pytest.mark.ranks(2)
+def test_a_plain_tensor_that_transformers_leaves_on_meta_is_named_and_left(tmp_path):
+    if dist.get_rank() == 0:
+        OfRemoteCode(PretrainedConfig()).save_pretrained(tmp_path)
+    dist.barrier()
+    strategy = FSDPV2Strategy(bf16=False)
+    model, expected = (OfRemoteCode.from_pretrained(tmp_path) for _ in range(2))
+    assert model.original_frequencies.is_meta, "otherwise there is nothing to test"
+    with patch.object(logging.getLogger("fsdp2_strategy"), "log") as logged:
+        strategy.prepare_model(model, is_training=True)
+    named = [call.args[1] % call.args[2:] for call in logged.call_args_list if call.args[0] == logging.WARNING]
+    named = [message for message in named if "original_frequencies" in message]
+    assert len(named) == (dist.get_rank() == 0) and all("on the meta device" in message for message in named)
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(model(x), expected(x))
 
 
 @pytest.mark.ranks(2)

@@ -10,8 +10,10 @@ checks of headers and tied weights are made before the model changes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from torch import nn
@@ -35,6 +37,7 @@ from fsdp2_strategy.hf.meta.recorded_init import (
     recorded_plain_tensor,
     recorded_tensor,
     storage_of,
+    was_recorded,
 )
 from fsdp2_strategy.hf.mismatches import LOAD_WEIGHTS, PREPARE_MODEL, Advice
 from fsdp2_strategy.hf.peft.merge import names_without_adapters
@@ -103,7 +106,7 @@ def _load(model: nn.Module, path: str | Path | None, *, allowed_missing: str, ad
         check_own_weights(root, f"load {name}", CheckpointError)
         reshard(root)
         known = _origins(root, path)
-        references = references_by_tensor(root)
+        references = _references_without_values(root)
         if path is None and not known and not references and not has_uninitialised_tensors(root):
             raise CheckpointError(
                 f"cannot load {name}: no path was given, all its tensors have values, and no module was built "
@@ -168,7 +171,39 @@ def _load(model: nn.Module, path: str | Path | None, *, allowed_missing: str, ad
 def needs_values(model: nn.Module) -> bool:
     """Return whether a model has tensors without values, registered or not; not collective."""
     root = unwrap_model(model)
-    return has_uninitialised_tensors(root) or bool(references_by_tensor(root))
+    return has_uninitialised_tensors(root) or bool(_references_without_values(root))
+
+
+def _references_without_values(root: nn.Module) -> list[list[PlainTensor]]:
+    """Return the references to each plain meta tensor of a model; warn of those that the unsharded model has, too.
+
+    ``from_pretrained`` of transformers builds each model on the meta device, and leaves plain tensors there. Remote
+    code often has such a reference to a buffer, and does not use it.
+    """
+    found: list[list[PlainTensor]] = []
+    left: list[str] = []
+    for references in references_by_tensor(root):
+        is_recorded = was_recorded(references[0].tensor)
+        if not is_recorded and not any(_is_in_module_without_values(each, root) for each in references):
+            left.append(references[0].name)
+        else:
+            found.append(references)
+    if left:
+        log(
+            "%s: warning: %s on the meta device, though built outside of init_on_meta, so without values: as in the "
+            "unsharded model, using them raises an error or reads uninitialised memory",
+            class_name(root),
+            some(left, "tensor"),
+            level=logging.WARNING,
+        )
+    return found
+
+
+def _is_in_module_without_values(reference: PlainTensor, root: nn.Module) -> bool:
+    """Return whether the module that refers to a plain tensor, or else the model, was built without values."""
+    module = reference.module
+    has_tensors = any(True for _ in chain(module.parameters(), module.buffers()))
+    return reference.owner is not None or has_uninitialised_tensors(module if has_tensors else root)
 
 
 def _plain_tensors(

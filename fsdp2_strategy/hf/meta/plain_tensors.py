@@ -60,6 +60,8 @@ class PlainTensor:
     key: Any
     owner: nn.Module | None
     """The module that is not registered in the model, and has it as a parameter or buffer of the name ``key``."""
+    module: nn.Module
+    """The registered module that refers to it."""
 
     def put(self, tensor: torch.Tensor) -> None:
         """Put another tensor in its place."""
@@ -78,7 +80,7 @@ def plain_tensors(modules: Mapping[nn.Module, str], registered: Set[int]) -> Ite
         for value, path, holder, key, owner in _references(module, registered):
             if isinstance(value, torch.Tensor) and value.is_meta and not _is_placeholder(value):
                 full = f"{name}{path}" if name else path.removeprefix(".")
-                yield PlainTensor(full, value, holder, key, owner)
+                yield PlainTensor(full, value, holder, key, owner, module)
 
 
 def _is_placeholder(tensor: torch.Tensor) -> bool:

@@ -679,6 +679,11 @@ def recorded_plain_tensor(tensor: torch.Tensor) -> RecordedTensor | None:
     return recorded if recorded is not None and changes_of(recorded.meta) == recorded.changes else None
 
 
+def was_recorded(tensor: torch.Tensor) -> bool:
+    """Return whether a plain tensor, or the one that it is a copy of, was recorded, also if it changed afterwards."""
+    return hasattr(tensor, _MARK)
+
+
 def forget(model: nn.Module) -> None:
     """Remove the recorded tensors of all modules of a model; a recording is freed once no module refers to it."""
     for module in model.modules():
