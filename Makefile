@@ -69,9 +69,11 @@ big: .venv/installed
 # LeRobot's package needs Python 3.12 and other versions of torch and transformers than .venv has. VITRA's code runs
 # there, too, also with the versions of transformers that it was written for and that are newer. LightRFT's code runs in
 # .venv. FSDP2_PEERS names a folder with checkouts: lightrft/ (opendilab/LightRFT), vitra/ (microsoft/VITRA); without
-# it, their tests are skipped, and say so.
+# it, their tests are skipped, and say so. A checkout lerobot/ (huggingface/lerobot) takes the place of the package,
+# whose newest version, 0.6.1, cannot shard: without it, the tests that need version 0.6.2 are skipped.
 PEERS_PYTHON ?= $(shell for each in python3.12 python3.13; do $$each -c "" 2>/dev/null && echo $$each && break; done)
 export FSDP2_PEERS
+PEERS_PATH = PYTHONPATH=$(CURDIR):$(if $(FSDP2_PEERS),$(wildcard $(FSDP2_PEERS)/lerobot/src))
 
 .venv-peers/installed: pyproject.toml
 ifeq ($(PEERS_PYTHON),)
@@ -88,8 +90,8 @@ endif
 	touch $@
 
 peers: .venv-peers/installed .venv/installed
-	.venv-peers/bin/python -c "import lerobot.policies"
-	.venv-peers/bin/python -m pytest tests/test_peers_lerobot*.py tests/test_peers_vitra.py
+	$(PEERS_PATH) .venv-peers/bin/python -c "import lerobot.policies"
+	$(PEERS_PATH) .venv-peers/bin/python -m pytest tests/test_peers_lerobot*.py tests/test_peers_vitra.py
 	$(BIN)/python -m pytest tests/test_peers_lightrft.py
 
 # The suites of TRL and transformers with our trainers, on checkouts of the installed versions: FSDP2_PEERS/trl and

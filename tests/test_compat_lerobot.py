@@ -174,7 +174,7 @@ def test_what_is_not_supported_is_an_error_before_anything_starts(change, messag
 
 
 def test_a_script_that_is_not_lerobots_is_an_error():
-    with pytest.raises(ConfigError, match=r"it lacks make_accelerator, set_fsdp_wrap_modules.*Install LeRobot 0.6"):
+    with pytest.raises(ConfigError, match=r"it lacks make_accelerator, set_fsdp_wrap_modules.*LeRobot 0.6.2 or newer"):
         compat.run(types.ModuleType("other"))
 
 

@@ -15,12 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.peers import skip_without_lerobot
+from helpers.peers import LACKS_ACCELERATOR, has_accelerator, skip_without_lerobot
 from safetensors.torch import load_file
 
 from fsdp2_strategy.lerobot.generate import DatasetWriter
 
 skip_without_lerobot()
+pytestmark = pytest.mark.skipif(not has_accelerator(), reason=LACKS_ACCELERATOR)
 
 THEIRS, OURS = "lerobot.scripts.lerobot_train", "fsdp2_strategy.lerobot.train"
 POLICY = {

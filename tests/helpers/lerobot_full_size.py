@@ -25,7 +25,8 @@ class Shell(nn.Module):
         super().__init__()
         for name, part in parts.items():
             setattr(self, name, part)
-        type(self).name, type(self)._fsdp_wrap_modules = policy.name, policy._fsdp_wrap_modules
+        type(self).name = policy.name
+        type(self)._fsdp_wrap_modules = getattr(policy, "_fsdp_wrap_modules", None)  # before LeRobot 0.6.2: not there
 
 
 def shell(policy: Any, **parts: nn.Module) -> nn.Module:

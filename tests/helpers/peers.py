@@ -1,8 +1,8 @@
 """Find the published code of other systems, for tests that run against it; nothing of it is part of this repository.
 
-LeRobot is the package of the registry, which `make peers` installs. LightRFT and VITRA have no package, and those of
-TRL and transformers lack their tests: `FSDP2_PEERS` names a folder with a checkout of each. Without it, the tests of
-these systems are skipped.
+LeRobot is the package of the registry, which `make peers` installs; a checkout in `FSDP2_PEERS` takes its place, for
+tests of what the newest package lacks. LightRFT and VITRA have no package, and those of TRL and transformers lack their
+tests: `FSDP2_PEERS` names a folder with a checkout of each. Without it, the tests of these systems are skipped.
 """
 
 from __future__ import annotations
@@ -52,3 +52,14 @@ def skip_without_lerobot() -> None:
     spec = importlib.util.find_spec("lerobot")
     if spec is None or spec.submodule_search_locations is None:
         pytest.skip("LeRobot is not installed: needs the environment of `make peers`", allow_module_level=True)
+
+
+LACKS_ACCELERATOR = (
+    "the installed LeRobot has no lerobot.distributed: needs version 0.6.2, or FSDP2_PEERS with a checkout of "
+    "huggingface/lerobot in lerobot/"
+)
+
+
+def has_accelerator() -> bool:
+    """Return whether the installed LeRobot is version 0.6.2 or newer, which declares units and shards policies."""
+    return importlib.util.find_spec("lerobot.distributed") is not None

@@ -46,8 +46,8 @@ def run(script: ModuleType) -> None:
         missing.append("TrainPipelineConfig._validate_distributed")
     if missing:
         raise ConfigError(
-            f"cannot run {script.__name__}: it lacks {', '.join(missing)}, expected LeRobot 0.6's training script. "
-            "Install LeRobot 0.6."
+            f"cannot run {script.__name__}: it lacks {', '.join(missing)}, expected the training script of LeRobot "
+            "0.6.2 or newer. Install LeRobot from its repository if no package is as new."
         )
     with contextlib.ExitStack() as stack:
         for name, function in replacements.functions.items():
