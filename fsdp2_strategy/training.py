@@ -41,6 +41,7 @@ from fsdp2_strategy.distributed.lost_ranks import collective, disconnect, report
 from fsdp2_strategy.distributed.mesh import auto_shard_size, build_mesh, forget_meshes, group_of, groups_that_share
 from fsdp2_strategy.distributed.preemption import Preemption
 from fsdp2_strategy.distributed.tcp_rendezvous import Rendezvous
+from fsdp2_strategy.distributed.wait_log import begin_wait_log
 from fsdp2_strategy.errors import (
     ArgumentError,
     CheckpointError,
@@ -172,6 +173,7 @@ class TrainingStrategy:
         self._declared: int | None = None
         """Micro-batches of each step in the block of `accumulate` that is running."""
         self._owns_process_group = ranks.start_process_group(self.config.timeout_minutes, rendezvous)
+        begin_wait_log(self.config.wait_warning_seconds)
         self._trainers = ranks.TrainingRanks(
             process_group, self.config.sequence_parallel_size, self.config.tensor_parallel_size
         )

@@ -46,9 +46,8 @@ class Log:
 @pytest.fixture
 def found():
     """Messages with which the ranks broke off."""
-    messages, store = [], Store()
+    messages = []
     with (
-        patch.object(unit_watcher, "default_store", lambda: store),
         patch.object(unit_watcher, "reported_divergence", lambda wait: None),
         patch.object(unit_watcher, "_break_off", messages.append),
     ):
@@ -58,21 +57,21 @@ def found():
 class Watchers:
     def __init__(self, logs):
         self.logs = logs
+        self.store = Store()
         self.publishers, self.reader = [unit_watcher._Publisher() for _ in logs], unit_watcher._Reader()
 
     def look(self, ranks=None):
         for rank in range(len(self.logs)) if ranks is None else ranks:
-            self.publishers[rank].publish(self.logs[rank], self.logs[rank].look())
-        self.reader.compare(self.logs[0])
+            self.publishers[rank].publish(self.store, self.logs[rank], self.logs[rank].look())
+        self.reader.compare(self.store, self.logs[0])
 
 
 def test_ranks_that_wait_send_few_requests_while_nothing_changes(found):
     watchers = Watchers([Log(rank, 1000, [1, 2]) for rank in range(1000)])
     watchers.look()
-    store = unit_watcher.default_store()
-    store.requests.clear()
+    watchers.store.requests.clear()
     watchers.look(range(999))  # the last rank is slow
-    assert store.requests == {"add": 999 + 1}
+    assert watchers.store.requests == {"add": 999 + 1}
     assert not found
 
 

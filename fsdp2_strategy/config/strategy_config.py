@@ -153,6 +153,10 @@ class StrategyConfig:
     timeout_minutes: float = 30.0
     """Time-out of collectives, if the strategy starts the process group."""
 
+    wait_warning_seconds: float | None = 60.0
+    """After how many seconds of waiting for other ranks a rank logs in which call it waits, and what the others last
+    reported; None: never."""
+
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
     """Values of a trainer's arguments that are not fields. They are also attributes: ``config.kl_estimator``."""
 
@@ -177,8 +181,8 @@ class StrategyConfig:
             object.__setattr__(self, name, _names(name, getattr(self, name)))
         if isinstance(self.mixed_mm_data, bool):  # trainers pass a bool
             object.__setattr__(self, "mixed_mm_data", "root" if self.mixed_mm_data else None)
-        for name in ("max_norm", "timeout_minutes"):
-            object.__setattr__(self, name, _real(name, getattr(self, name)))
+        for name in ("max_norm", "timeout_minutes", "wait_warning_seconds"):
+            object.__setattr__(self, name, _real(name, getattr(self, name), allows_none=name == "wait_warning_seconds"))
         for name in ("bf16", "fp16", "reduce_in_full_precision", "use_mp_opt", "adam_offload", "cpu_offload"):
             _check(name, getattr(self, name), isinstance(getattr(self, name), bool), "true or false")
         if not isinstance(self.compile_blocks, str):
@@ -206,6 +210,8 @@ class StrategyConfig:
         _check("mixed_mm_data", self.mixed_mm_data, self.mixed_mm_data in policies, expected)
         _check("max_norm", self.max_norm, self.max_norm >= 0, "at least 0", "0 disables clipping.")
         _check("timeout_minutes", self.timeout_minutes, self.timeout_minutes > 0, "more than 0")
+        limit = self.wait_warning_seconds
+        _check("wait_warning_seconds", limit, limit is None or limit > 0, "more than 0, or None")
 
     def _check_parallel_sizes(self) -> None:
         """Check the numbers of ranks that share sequences, layers or experts, and what does not combine with them."""
@@ -408,7 +414,9 @@ def _is_int(value: object, minimum: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
-def _real(field: str, value: object) -> float:
+def _real(field: str, value: object, *, allows_none: bool = False) -> float | None:
+    if value is None and allows_none:
+        return None
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     fix = "YAML reads 1e-3 as a string: write 1.0e-3." if isinstance(value, str) else ""
     _check(field, value, math.isfinite(number), "a finite number", fix)

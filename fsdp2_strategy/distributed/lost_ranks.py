@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import re
 import sys
 import threading
@@ -19,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection
 from contextvars import ContextVar
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,6 +41,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _WAIT_SECONDS = 1.0
 _DIVERGENCE_SECONDS = 0.5
+_PACKAGE = str(Path(__file__).parent.parent) + os.sep
 _FILES_OF_COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py", "_fsdp_collectives.py")
 _DIVERGENCE = "fsdp2_strategy/divergence"
 _IMMEDIATELY = timedelta(milliseconds=1)
@@ -71,6 +74,10 @@ def collective(function: F) -> F:
     return run  # type: ignore[return-value]
 
 
+_code_of_calls = collective(lambda: None).__code__
+"""The code of all functions that `collective` has decorated."""
+
+
 def after_forward(name: str, *_: object) -> None:
     """Add a note to an error that ends the forward pass of the model ``name``: a hook that torch always calls."""
     error = sys.exc_info()[1]
@@ -78,24 +85,47 @@ def after_forward(name: str, *_: object) -> None:
         add_note_outside_calls(error, f"the forward pass of {name}")
 
 
-def collective_in_progress(ranks: Collection[int]) -> str | None:
-    """Return a description of the collective that the main thread is in; None if it is in none; for other threads.
+@dataclass(frozen=True)
+class Call:
+    """A call that a thread is in."""
 
-    The innermost frames of the main thread tell: they are torch's while it waits in a collective.
+    function: str
+    place: str
+    """File and line that made the call; "" if unknown."""
 
-    Args:
-        ranks: collectives in which this rank can wait for none of these ranks do not count. A trainer may wait for
-            processes that generate.
+
+@dataclass(frozen=True)
+class TorchCollective:
+    """A collective of torch that a thread is in."""
+
+    name: str
+    place: str
+    """File and line that made the call; "" if unknown."""
+    group: object
+    """The process group; None for the default one, or if it is unknown."""
+
+
+def call_of(frame: Any) -> Call | None:
+    """Return the outermost call of this package that every rank must make, from a thread's innermost frame."""
+    found = None
+    while frame is not None:
+        if frame.f_code is _code_of_calls:
+            found = frame
+        frame = frame.f_back
+    return None if found is None else Call(found.f_locals["function"].__name__, _place_of(found.f_back))
+
+
+def collective_of(frame: Any) -> TorchCollective | None:
+    """Return the collective that a thread is in, from its innermost frame; None if it is in none.
+
+    The innermost frames of a thread tell: they are torch's while it waits in a collective.
     """
-    frame = frame_of_main_thread()
-    inner = None
+    inner = group = None
     for _ in range(8):
         if frame is None:
             return None
         if frame.f_code.co_filename.endswith(_FILES_OF_COLLECTIVES):
-            inner = frame.f_code.co_name
-            if _is_elsewhere(frame.f_locals.get("group"), ranks):
-                return None
+            inner, group = frame.f_code.co_name, frame.f_locals.get("group")
             break
         if "/torch/" not in frame.f_code.co_filename:
             return None
@@ -104,9 +134,27 @@ def collective_in_progress(ranks: Collection[int]) -> str | None:
         if frame.f_code.co_name not in ("wrapper", "inner"):
             inner = frame.f_code.co_name
         frame = frame.f_back
-    if inner is None or frame is None:
-        return inner
-    return f"{inner}, called at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    return None if inner is None else TorchCollective(inner, _place_of(frame), group)
+
+
+def _place_of(frame: Any) -> str:
+    """Return the line of the program that a frame belongs to, outside of this package."""
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def collective_in_progress(ranks: Collection[int]) -> str | None:
+    """Return a description of the collective that the main thread is in; None if it is in none; for other threads.
+
+    Args:
+        ranks: collectives in which this rank can wait for none of these ranks do not count. A trainer may wait for
+            processes that generate.
+    """
+    found = collective_of(frame_of_main_thread())
+    if found is None or _is_elsewhere(found.group, ranks):
+        return None
+    return f"{found.name}, called at {found.place}" if found.place else found.name
 
 
 def _is_elsewhere(group: object, ranks: Collection[int]) -> bool:
@@ -179,7 +227,7 @@ def report_end() -> None:
         text = (
             f"ended with {type(error).__name__}: {str(error)[:500].rstrip('.')}" if error else "ended without this call"
         )
-        default_store().set(_key(dist.get_rank()), text)
+        default_store().set(report_key(dist.get_rank()), text)
 
 
 # Registered after `process_group._destroy_at_exit`, so it runs before.
@@ -188,12 +236,12 @@ threading._register_atexit(report_end)  # type: ignore[attr-defined]
 
 def _note(error: BaseException, call: str) -> str:
     own, store = dist.get_rank(), default_store()
-    store.set(_key(own), f"was in {call}")
+    store.set(report_key(own), f"was in {call}")
     others = [rank for rank in ranks_of(group_in_use()) if rank != own]
     until = time.monotonic() + _WAIT_SECONDS
-    while time.monotonic() < until and not all(store.check([_key(rank)]) for rank in others):
+    while time.monotonic() < until and not all(store.check([report_key(rank)]) for rank in others):
         time.sleep(0.02)
-    reported = {rank: store.get(_key(rank)).decode() for rank in others if store.check([_key(rank)])}
+    reported = {rank: store.get(report_key(rank)).decode() for rank in others if store.check([report_key(rank)])}
     found = [f"rank {rank} {text}" for rank, text in reported.items()]
     if silent := [str(rank) for rank in others if rank not in reported]:
         name = "rank" if len(silent) == 1 else "ranks"
@@ -213,5 +261,6 @@ def _operation(error: BaseException) -> str:
     return names[-1] if names else "a collective"
 
 
-def _key(rank: int) -> str:
+def report_key(rank: int) -> str:
+    """Return the key of the store under which a rank reports that it ends."""
     return f"fsdp2_strategy/report/{rank}"

@@ -13,6 +13,7 @@ the unit is gathered.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -426,9 +427,33 @@ def broadcast_coalesced(group: dist.ProcessGroup, tensors: list[torch.Tensor], b
     dist._broadcast_coalesced(group, tensors, bucket_bytes, source)  # type: ignore[attr-defined]
 
 
+def frames_of_threads() -> dict[int, Any]:
+    """Return the innermost frame of each thread, by the thread's identifier."""
+    return sys._current_frames()
+
+
 def frame_of_main_thread() -> Any:
     """Return the innermost frame of the main thread; None if it has ended."""
-    return sys._current_frames().get(threading.main_thread().ident or 0)
+    return frames_of_threads().get(threading.main_thread().ident or 0)
+
+
+def sequence_number(group: Any) -> int:
+    """Return how many collectives a group has begun; 0 if its backend does not count them."""
+    with contextlib.suppress(RuntimeError):
+        return int(group._get_sequence_number_for_group())
+    return 0
+
+
+def flight_record() -> bytes | None:
+    """Return what torch's flight recorder has recorded, in the format of ``torch.distributed.flight_recorder``.
+
+    None if it is off or empty (``TORCH_FR_BUFFER_SIZE``), or if this version of torch has none.
+    """
+    internals = torch._C._distributed_c10d
+    for name in ("_dump_fr_trace", "_dump_nccl_trace"):
+        if hasattr(internals, name) and b'"entries"' in getattr(internals, f"{name}_json")(True, False):
+            return bytes(getattr(internals, name)(True, True, False))
+    return None
 
 
 # --- tensors, autograd and memory -----------------------------------------------------------------------------------

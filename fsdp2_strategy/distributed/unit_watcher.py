@@ -20,13 +20,13 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import ref
 
 import torch.distributed as dist
 
+from fsdp2_strategy.distributed.background_store import background_store
 from fsdp2_strategy.distributed.lost_ranks import disconnect, report_divergence, reported_divergence
-from fsdp2_strategy.distributed.torch_internals import default_store
 
 WATCH_SECONDS = 1.0
 """How often a rank checks whether it makes progress."""
@@ -90,25 +90,6 @@ class Watcher:
             threading.Thread(target=_watch, args=(self._log,), name="fsdp2_strategy units", daemon=True).start()
 
 
-_uses_store = threading.Lock()
-"""Is held while a thread makes requests to the store."""
-
-
-def _end_requests() -> None:
-    """Prevent further requests of all threads: Python would end them within one, and the process with an abort."""
-    _uses_store.acquire(timeout=2)
-
-
-def _forget_lock() -> None:
-    """Make a new lock in a forked process, which has no thread that would release the old one."""
-    global _uses_store  # noqa: PLW0603
-    _uses_store = threading.Lock()
-
-
-threading._register_atexit(_end_requests)  # type: ignore[attr-defined]
-os.register_at_fork(after_in_child=_forget_lock)
-
-
 def _watch(log: ref[Log]) -> None:
     before: tuple[int, bool] | None = None
     unchanged = 0
@@ -121,11 +102,11 @@ def _watch(log: ref[Log]) -> None:
         now = known.look()
         unchanged = unchanged + 1 if now == before else 0
         before = now
-        with _uses_store, contextlib.suppress(Exception):  # the store may be lost, too
+        with contextlib.suppress(Exception), background_store() as store:  # the store may be lost, too
             if unchanged >= PATIENCE * (2 if known.is_releasing else 1):
-                publisher.publish(known, now)
+                publisher.publish(store, known, now)
             if known.own == 0:
-                reader.compare(known)
+                reader.compare(store, known)
         del known
 
 
@@ -136,9 +117,9 @@ class _Publisher:
         self._published: tuple[int, bool] | None = None
         self._answered = 0
 
-    def publish(self, log: Log, now: tuple[int, bool]) -> None:
+    def publish(self, store: Any, log: Log, now: tuple[int, bool]) -> None:
         """Publish the log, unless this has been done; break off if another rank has found that the logs differ."""
-        store, prefix = default_store(), _prefix(log)
+        prefix = _prefix(log)
         if now != self._published:
             store.set(f"{prefix}/log/{log.own}", json.dumps(asdict(log.to_publish())))
             store.add(f"{prefix}/version", 1)
@@ -162,9 +143,9 @@ class _Reader:
         self._suspected: tuple[str, dict[int, int]] | None = None
         """The message if all ranks wait for each other, and the number of entries of each."""
 
-    def compare(self, log: Log) -> None:
+    def compare(self, store: Any, log: Log) -> None:
         """Read the logs that have been published, and break off if they differ, or if all ranks wait for each other."""
-        store, prefix = default_store(), _prefix(log)
+        prefix = _prefix(log)
         version = store.add(f"{prefix}/version", 0)
         if version != self._version:
             self._version, self._suspected = version, None
@@ -175,7 +156,7 @@ class _Reader:
             if text := log.difference(logs):
                 _break_off(text)
             elif len(logs) == len(log.ranks) and len({each.count for each in logs.values()}) > 1:
-                self._suspect(log, logs)
+                self._suspect(store, log, logs)
         elif self._suspected is not None:
             text, counts = self._suspected
             question = store.add(f"{prefix}/question", 0)
@@ -183,7 +164,7 @@ class _Reader:
             if store.check([*answers]) and all(store.get(key) == answer for key, answer in answers.items()):
                 _break_off(text)
 
-    def _suspect(self, log: Log, logs: Mapping[int, PublishedLog]) -> None:
+    def _suspect(self, store: Any, log: Log, logs: Mapping[int, PublishedLog]) -> None:
         if None in [each.call for each in logs.values()]:
             return
         waiting = ", ".join(f"rank {log.ranks[i]} waits in {each.call}" for i, each in sorted(logs.items()))
@@ -192,7 +173,7 @@ class _Reader:
             "Check conditions such as 'if rank == 0' around collective calls, and the passes on each rank.",
             {i: each.count for i, each in logs.items()},
         )
-        default_store().add(f"{_prefix(log)}/question", 1)
+        store.add(f"{_prefix(log)}/question", 1)
 
 
 def _prefix(log: Log) -> str:

@@ -30,6 +30,7 @@ from fsdp2_strategy.distributed.mesh import (
     tensor_parallel_mesh,
 )
 from fsdp2_strategy.distributed.torch_internals import module_of
+from fsdp2_strategy.distributed.wait_log import ensure_wait_log
 from fsdp2_strategy.errors import MeshError, ShardError, counted, some
 from fsdp2_strategy.hf.library_internals import lists_blocks
 from fsdp2_strategy.hf.peft.methods import check_trainable_adapters
@@ -190,6 +191,7 @@ def shard_model(
         watch_wrapper(model)
         return model
     mesh = mesh or build_mesh()
+    ensure_wait_log()
     data_mesh, layer_mesh = data_parallel_mesh(mesh), tensor_parallel_mesh(mesh)
     name = type(root).__name__
     with on_ranks_of(mesh):

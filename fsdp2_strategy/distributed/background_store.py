@@ -1,0 +1,49 @@
+"""Make requests to the store of the process group from a background thread.
+
+Input: a block of requests. Output: a store with a connection of its own, so that the requests do not wait until the
+main thread has got what it waits for.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from fsdp2_strategy.distributed.torch_internals import default_store
+
+_uses_store = threading.Lock()
+"""Is held while a thread makes requests to the store."""
+_stores: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""The store of each default group with a connection of its own."""
+
+
+@contextmanager
+def background_store() -> Iterator[Any]:
+    """Yield the store of the default process group for requests of a thread; requests of other threads wait."""
+    with _uses_store:
+        group = dist.group.WORLD
+        if group not in _stores:
+            store = default_store()
+            _stores[group] = store.clone() if hasattr(store, "clone") else store
+        yield _stores[group]
+
+
+def _end_requests() -> None:
+    """Prevent further requests of all threads: Python would end them within one, and the process with an abort."""
+    _uses_store.acquire(timeout=2)
+
+
+def _forget_lock() -> None:
+    """Make a new lock in a forked process, which has no thread that would release the old one."""
+    global _uses_store  # noqa: PLW0603
+    _uses_store = threading.Lock()
+
+
+threading._register_atexit(_end_requests)  # type: ignore[attr-defined]
+os.register_at_fork(after_in_child=_forget_lock)

@@ -1,0 +1,256 @@
+"""Log that this rank has long waited for other ranks: in which call, since when, and what they last reported.
+
+Input: the positions of this process's threads, which a thread looks at. Output: one line in the log for each wait that
+exceeds a limit, and one when it ends; a file of torch's flight recorder.
+
+[Note: reports of ranks] Every rank writes what it does to the store of the process group, four times within the limit:
+the call that it waits in, or where its main thread is. A rank that has waited for the limit reads the reports of the
+others, in two requests to the store unless a rank has never reported. A rank that is stopped reports nothing, so its
+report is old.
+
+A thread waits if it is in a collective of torch, and its group has begun no other one since. Another wait is one in a
+collective call of this package that stays at the same instruction, as with an accelerator, whose collectives return at
+once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from weakref import ref
+
+import torch.distributed as dist
+
+from fsdp2_strategy.distributed.background_store import background_store
+from fsdp2_strategy.distributed.log import logger
+from fsdp2_strategy.distributed.lost_ranks import call_of, collective_of, report_key
+from fsdp2_strategy.distributed.process_group import ranks_of
+from fsdp2_strategy.distributed.torch_internals import flight_record, frames_of_threads, sequence_number
+
+_LIBRARIES = tuple({str(Path(__file__).parent.parent), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))})
+WAIT_WARNING_SECONDS = 60.0
+"""The default limit."""
+_MOST_NAMED = 8
+"""How many different reports a line contains."""
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """What a thread waits in."""
+
+    identity: Hashable
+    """Equal as long as the wait is the same one."""
+    text: str
+    ranks: tuple[int, ...]
+    """The ranks that it may wait for, of the default group."""
+
+
+@dataclass(frozen=True)
+class _Started:
+    """For what the last call of `begin_wait_log` was."""
+
+    process: int
+    group: ref[Any]
+    """The default process group."""
+    ended: threading.Event
+    """Ends the thread."""
+
+
+_started: _Started | None = None
+
+
+def begin_wait_log(seconds: float | None) -> None:
+    """Log waits of this process that exceed a limit, until the process group is destroyed; not collective.
+
+    A later call replaces the limit.
+
+    Args:
+        seconds: the limit; None for no log.
+    """
+    global _started  # noqa: PLW0603
+    if _runs():
+        assert _started is not None
+        _started.ended.set()
+    _started = None
+    if dist.is_initialized():
+        _started = _Started(os.getpid(), ref(dist.group.WORLD), threading.Event())
+        if seconds is not None and dist.get_world_size() > 1:
+            log = _WaitLog(seconds, _started)
+            threading.Thread(target=log.run, name="fsdp2_strategy waits", daemon=True).start()
+
+
+def ensure_wait_log() -> None:
+    """Call `begin_wait_log` with the default limit, unless it was called for this process group; not collective."""
+    if not _runs():
+        begin_wait_log(WAIT_WARNING_SECONDS)
+
+
+def _runs() -> bool:
+    return _started is not None and _started.process == os.getpid() and _started.group() is dist.group.WORLD
+
+
+class _WaitLog:
+    def __init__(self, seconds: float, started: _Started) -> None:
+        self._seconds, self._ended, self._group = seconds, started.ended, started.group
+        self._waits: dict[int, tuple[_Wait, float]] = {}
+        """The wait of each thread, and since when it lasts."""
+        self._logged: dict[int, _Wait] = {}
+        self._reported = -seconds
+
+    def run(self) -> None:
+        """Look at the threads until the process group is destroyed."""
+        while not self._ended.wait(min(1.0, self._seconds / 4)) and not sys.is_finalizing():
+            if not dist.is_initialized() or self._group() is not dist.group.WORLD:
+                return
+            with contextlib.suppress(Exception):  # the group may be destroyed meanwhile, and the store may be lost
+                self._look()
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        found = waits()
+        before, self._waits = self._waits, {}
+        for thread, wait in found.items():
+            earlier = before.get(thread)
+            is_same = earlier is not None and earlier[0].identity == wait.identity
+            self._waits[thread] = earlier if is_same and earlier is not None else (wait, now)
+        for thread, logged in list(self._logged.items()):
+            if thread not in self._waits or self._waits[thread][0] is not logged:
+                del self._logged[thread]
+                waited = now - before[thread][1]
+                logger.warning("rank %d no longer waits in %s, after %.0f s", dist.get_rank(), logged.text, waited)
+        if now - self._reported >= self._seconds / 4:
+            self._reported = now
+            self._report(now)
+        for thread, (wait, since) in self._waits.items():
+            if now - since >= self._seconds and thread not in self._logged:
+                self._logged[thread] = wait
+                self._log(wait, now - since)
+
+    def _report(self, now: float) -> None:
+        main = threading.main_thread().ident or 0
+        if main in self._waits:
+            wait, since = self._waits[main]
+            text = f"it waits in {wait.text} since {now - since:.0f} s"
+        else:
+            text = f"it is {position()}"
+        with background_store() as store:
+            store.set(_key(dist.get_rank()), json.dumps({"time": time.time(), "text": text}))
+
+    def _log(self, wait: _Wait, seconds: float) -> None:
+        own = dist.get_rank()
+        since = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
+        others = reports_of([rank for rank in wait.ranks if rank != own])
+        record = _dump(own)
+        logger.warning(
+            "rank %d waits in %s since %s (%.0f s). Other ranks: %s.%s The time-out ends the wait.",
+            own,
+            wait.text,
+            since,
+            seconds,
+            others,
+            f" torch's record of its collectives is in {record}." if record else "",
+        )
+
+
+def waits() -> dict[int, _Wait]:
+    """Return what each thread of this process waits in."""
+    found: dict[int, _Wait] = {}
+    own = threading.get_ident()
+    for thread, frame in frames_of_threads().items():
+        if thread == own:
+            continue
+        call = call_of(frame)
+        if (inner := collective_of(frame)) is not None:
+            group = inner.group if isinstance(inner.group, dist.ProcessGroup) else dist.group.WORLD
+            ranks = ranks_of(group)
+            if len(ranks) > 1:
+                name = f"{call.function} ({inner.name})" if call else inner.name
+                place = call.place if call else inner.place
+                text = f"{name}, called at {place}" if place else name
+                found[thread] = _Wait((text, sequence_number(group)), text, tuple(ranks))
+        elif call is not None:
+            place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+            text = f"{call.function} (at {place}), called at {call.place}"
+            ranks = ranks_of(None)
+            found[thread] = _Wait((text, id(frame), frame.f_lasti), text, tuple(ranks))
+    return found
+
+
+def position() -> str:
+    """Return where the main thread is in the user's program, as text: "in train at train.py:12"."""
+    frame = innermost = frames_of_threads().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_code.co_filename.startswith((*_LIBRARIES, "<")):
+        frame = frame.f_back
+    frame = frame or innermost
+    if frame is None:
+        return "at its end"
+    call = call_of(innermost)
+    place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    return f"in {call.function}, called at {place}" if call else f"in {frame.f_code.co_name} at {place}"
+
+
+def reports_of(ranks: Sequence[int]) -> str:
+    """Return what other ranks last reported, ranks with equal reports together; see [Note: reports of ranks]."""
+    now = time.time()
+    with background_store() as store:
+        ends = _read(store, {rank: report_key(rank) for rank in ranks})
+        reports = _read(store, {rank: _key(rank) for rank in ranks})
+    texts: dict[str, list[int]] = {}
+    for rank in ranks:
+        if rank in ends:
+            text = f"it {ends[rank].decode()}"
+        elif rank in reports:
+            report = json.loads(reports[rank])
+            text = f"{report['text']} (reported {max(now - report['time'], 0):.0f} s ago)"
+        else:
+            text = "no report"
+        texts.setdefault(text, []).append(rank)
+    named = [f"{_ranks(of)}: {text}" for text, of in list(texts.items())[:_MOST_NAMED]]
+    more = sum(len(of) for of in list(texts.values())[_MOST_NAMED:])
+    return "; ".join([*named, *([f"{more} more"] if more else [])])
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_MOST_NAMED]))
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}{', …' if len(ranks) > _MOST_NAMED else ''}"
+
+
+def _read(store: Any, keys: Mapping[int, str]) -> dict[int, bytes]:
+    """Return the values of the keys that exist; in two requests if all or none of a part of them exist."""
+    ranks = list(keys)
+    if not ranks or (len(ranks) == 1 and not store.check([keys[ranks[0]]])):
+        return {}
+    if store.check([keys[rank] for rank in ranks]):
+        return dict(zip(ranks, store.multi_get([keys[rank] for rank in ranks]), strict=True))
+    middle = len(ranks) // 2
+    halves = ({rank: keys[rank] for rank in part} for part in (ranks[:middle], ranks[middle:]))
+    return {rank: value for half in halves for rank, value in _read(store, half).items()}
+
+
+def _dump(rank: int) -> Path | None:
+    """Write torch's flight recorder to a file, unless it is off; return the file."""
+    with contextlib.suppress(Exception):  # the folder may be missing or full: the line in the log must not depend on it
+        if (record := flight_record()) is None:
+            return None
+        named = os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        path = Path(f"{named or cache / 'torch' / 'comm_lib_trace_rank_'}{rank}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(handle, "wb") as file:
+            file.write(record)
+        return path
+    return None
+
+
+def _key(rank: int) -> str:
+    return f"fsdp2_strategy/waits/{rank}"

@@ -1,0 +1,213 @@
+"""A rank that waits long for others logs it: for which call, since when, and what the others last reported."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import re
+import subprocess
+import tempfile
+import threading
+import time
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.training import prepared
+
+from fsdp2_strategy import ConfigError, FSDPV2Strategy, StrategyConfig, build_mesh, shard_model
+from fsdp2_strategy.distributed import collectives, wait_log
+
+SECONDS = 1.0
+
+
+@contextmanager
+def logged():
+    """Yield the warnings of this rank within the block; records of torch go into a folder that is deleted."""
+    messages = []
+    logger = logging.getLogger("fsdp2_strategy")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        patch.dict(os.environ, {"XDG_CACHE_HOME": folder}),
+        patch.object(logger, "warning", lambda message, *args: messages.append(message % args)),
+    ):
+        yield messages
+
+
+def strategy_with(seconds, **settings):
+    return FSDPV2Strategy(config=StrategyConfig(bf16=False, wait_warning_seconds=seconds, **settings))
+
+
+def does_something_else(seconds):
+    time.sleep(seconds)
+
+
+@pytest.mark.ranks(3)
+def test_a_rank_that_calls_alone_says_so_once_with_what_the_others_do(tmp_path):
+    strategy = strategy_with(SECONDS)
+    model, optimizer, scheduler = prepared(strategy, "mlp")
+    dist.barrier()
+    with logged() as messages:
+        if dist.get_rank():
+            does_something_else(3.5)
+        strategy.save_ckpt(model, tmp_path / "run", "first", optimizer=optimizer, scheduler=scheduler)
+        time.sleep(2)
+    strategy.close()
+    if dist.get_rank():
+        assert messages == []
+    else:
+        line, end = messages
+        assert re.match(
+            r"rank 0 waits in save_ckpt \(\w+\), called at test_wait_log\.py:\d+ since \d\d:\d\d:\d\d \(1 s\)\. "
+            r"Other ranks: rank 1: it is in does_something_else at test_wait_log\.py:\d+ \(reported 0 s ago\); "
+            r"rank 2: .*|.*ranks 1, 2: it is in does_something_else at test_wait_log\.py:\d+ \(reported 0 s ago\)",
+            line,
+        ), line
+        assert re.fullmatch(r"rank 0 no longer waits in save_ckpt .*, after [345] s", end), end
+        assert (tmp_path / "run" / "first").is_dir()
+
+
+@pytest.mark.full
+@pytest.mark.ranks(2)
+def test_a_rank_that_is_stopped_is_known_by_its_old_report():
+    strategy = strategy_with(SECONDS)
+    dist.barrier()
+    with logged() as messages:
+        if dist.get_rank():
+            time.sleep(0.5)
+            command = f"kill -STOP {os.getpid()}; sleep 4; kill -CONT {os.getpid()}"
+            stopper = subprocess.Popen(["sh", "-c", command], start_new_session=True)
+            stopper.wait()
+        strategy.all_reduce(1.0)
+    dist.barrier()
+    strategy.close()
+    if dist.get_rank() == 0:
+        ago = re.search(
+            r"waits in all_reduce \(\w+\).*Other ranks: rank 1: it is in .* \(reported (\d) s ago", messages[0]
+        )
+        assert ago, messages
+        assert int(ago[1]) >= 1
+
+
+@pytest.mark.full
+@pytest.mark.ranks(2)
+def test_a_background_thread_that_waits_is_noticed_while_the_program_goes_on():
+    strategy = strategy_with(SECONDS)
+    group = dist.new_group([0, 1])
+    dist.barrier()
+    with logged() as messages:
+        if dist.get_rank() == 0:
+            thread = threading.Thread(target=dist.barrier, kwargs={"group": group})
+            thread.start()
+        for _ in range(30):
+            strategy.all_reduce(1.0)
+            time.sleep(0.1)
+        if dist.get_rank():
+            dist.barrier(group)
+        else:
+            thread.join()
+    strategy.close()
+    waits = [message for message in messages if "waits in barrier" in message and "no longer" not in message]
+    assert len(waits) == (dist.get_rank() == 0), messages
+    assert not [message for message in messages if "all_reduce" in message.partition("Other")[0]]
+
+
+@pytest.mark.ranks(2)
+def test_a_loop_that_waits_a_little_in_each_step_logs_nothing():
+    strategy = strategy_with(SECONDS)
+    with logged() as messages:
+        for _ in range(12):
+            if dist.get_rank():
+                time.sleep(0.25)
+            strategy.all_reduce(1.0)
+    strategy.close()
+    assert messages == []
+
+
+@pytest.mark.full
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("seconds", [None, 30])
+def test_nothing_is_logged_below_the_limit_or_without_one(seconds):
+    strategy = strategy_with(seconds)
+    with logged() as messages:
+        if dist.get_rank():
+            time.sleep(2)
+        strategy.all_reduce(1.0)
+    strategy.close()
+    assert messages == []
+
+
+@pytest.mark.ranks(2)
+def test_a_call_that_stays_at_one_instruction_is_a_wait_too():
+    """As with an accelerator, whose collectives return at once: the host waits elsewhere."""
+    strategy = strategy_with(SECONDS)
+    dist.barrier()
+    with logged() as messages, patch.object(collectives, "all_reduce", lambda *_, **__: time.sleep(2.5)):
+        strategy.all_reduce(1.0)
+    strategy.close()
+    assert messages[0].startswith(f"rank {dist.get_rank()} waits in all_reduce (at test_wait_log.py:"), messages
+
+
+@pytest.mark.ranks(2)
+def test_the_record_of_the_collectives_is_in_the_file_that_the_line_names(tmp_path):
+    dist.barrier()
+    if wait_log.flight_record() is None:
+        pytest.skip("this torch records no collectives of gloo")
+    prefix = tmp_path / "trace_"
+    with patch.dict(os.environ, {"TORCH_FR_DUMP_TEMP_FILE": str(prefix)}):
+        path = wait_log._dump(dist.get_rank())
+    assert path == tmp_path / f"trace_{dist.get_rank()}"
+    assert pickle.loads(path.read_bytes())["entries"]
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.unlink()
+    path.symlink_to(tmp_path / "other")
+    with patch.dict(os.environ, {"TORCH_FR_DUMP_TEMP_FILE": str(prefix)}):
+        assert wait_log._dump(dist.get_rank()) is None
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.full
+@pytest.mark.ranks(2)
+def test_a_model_that_is_sharded_without_a_strategy_is_watched_too():
+    wait_log.begin_wait_log(None)
+    wait_log._started = None
+    with patch.object(wait_log, "WAIT_WARNING_SECONDS", SECONDS):
+        model = shard_model(torch.nn.Sequential(torch.nn.Linear(4, 4)), build_mesh(), bf16=False)
+    dist.barrier()
+    with logged() as messages:
+        if dist.get_rank():
+            time.sleep(3)
+        model(torch.ones(1, 4))
+    wait_log.begin_wait_log(None)
+    assert len([m for m in messages if "rank 0 waits in" in m]) == (dist.get_rank() == 0), messages
+
+
+class CountingStore:
+    def __init__(self, values):
+        self.values, self.requests = values, 0
+
+    def check(self, keys):
+        self.requests += 1
+        return all(key in self.values for key in keys)
+
+    def multi_get(self, keys):
+        self.requests += 1
+        return [self.values[key] for key in keys]
+
+
+@pytest.mark.parametrize(("missing", "most"), [((), 2), ((7,), 32), ((7, 500), 64)])
+def test_reports_of_a_thousand_ranks_take_a_few_requests(missing, most):
+    keys = {rank: f"key{rank}" for rank in range(1000)}
+    store = CountingStore({key: key.encode() for rank, key in keys.items() if rank not in missing})
+    found = wait_log._read(store, keys)
+    assert found == {rank: key.encode() for rank, key in keys.items() if rank not in missing}
+    assert store.requests <= most
+
+
+@pytest.mark.parametrize("seconds", [0, -1, "60", True, float("nan")])
+def test_a_wrong_limit_is_an_error(seconds):
+    with pytest.raises(ConfigError, match="wait_warning_seconds"):
+        StrategyConfig(wait_warning_seconds=seconds)
