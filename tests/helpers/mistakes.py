@@ -94,9 +94,9 @@ SYMPTOMS = """\
 | The run hangs. | Ranks wait in different calls. For example, one rank alone calls `save_ckpt`, and the others begin \
 the next forward pass. Both wait until `timeout_minutes` (30) have passed. | If ranks run different units, an error \
 names the units and ranks within 10 seconds. Otherwise, each rank that has waited for a minute \
-(`wait_warning_seconds`) logs a line that begins with "rank 0 waits in save_ckpt": the line of the program, since when, \
-what the other ranks last reported, and the file of torch's flight recorder. A rank whose report is old is stopped. \
-Look for `if rank == 0` before a [collective call](collectives.md). |
+(`wait_warning_seconds`) logs a line such as "rank 0 waits in save_ckpt": the line of the program, since when, what \
+the other ranks last reported, and the file of torch's flight recorder. A rank whose report is old is stopped. Look \
+for `if rank == 0` before a [collective call](collectives.md). |
 | torchrun ends with ChildFailedError. | A rank has ended. `exitcode: -9` means that it was killed, often because the \
 host's memory was full. | The cause is in the first traceback above. |
 | The memory is full (CUDA out of memory). | Parameters, gradients, optimizer and activations of a rank do not fit. | \
