@@ -138,10 +138,14 @@ def collective_of(frame: Any) -> TorchCollective | None:
 
 
 def _place_of(frame: Any) -> str:
-    """Return the line of the program that a frame belongs to, outside of this package."""
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    """Return the line of the program that a frame belongs to, outside of this package and of torch."""
+    while frame is not None and _is_of_library(frame.f_code.co_filename):
         frame = frame.f_back
     return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def _is_of_library(file: str) -> bool:
+    return file.startswith(_PACKAGE) or "/torch/" in file
 
 
 def collective_in_progress(ranks: Collection[int]) -> str | None:
