@@ -62,8 +62,8 @@ def test_a_rank_that_calls_alone_says_so_once_with_what_the_others_do(tmp_path):
         line, end = messages
         assert re.match(
             r"rank 0 waits in save_ckpt \(\w+\), called at test_wait_log\.py:\d+ since \d\d:\d\d:\d\d \(1 s\)\. "
-            r"Other ranks: rank 1: it is in does_something_else at test_wait_log\.py:\d+ \(reported 0 s ago\); "
-            r"rank 2: .*|.*ranks 1, 2: it is in does_something_else at test_wait_log\.py:\d+ \(reported 0 s ago\)",
+            r"Other ranks: rank 1: in does_something_else at test_wait_log\.py:\d+ \(reported 0 s ago\); "
+            r"rank 2: .*|.*ranks 1, 2: in does_something_else at test_wait_log\.py:\d+ \(reported 0 s ago\)",
             line,
         ), line
         assert re.fullmatch(r"rank 0 no longer waits in save_ckpt .*, after [345] s", end), end
@@ -86,7 +86,7 @@ def test_a_rank_that_is_stopped_is_known_by_its_old_report():
     strategy.close()
     if dist.get_rank() == 0:
         ago = re.search(
-            r"waits in all_reduce \(\w+\).*Other ranks: rank 1: it is in .* \(reported (\d) s ago", messages[0]
+            r"waits in all_reduce \(\w+\).*Other ranks: rank 1: in .* \(reported (\d) s ago", messages[0]
         )
         assert ago, messages
         assert int(ago[1]) >= 1

@@ -139,9 +139,9 @@ class _WaitLog:
         main = threading.main_thread().ident or 0
         if main in self._waits:
             wait, since = self._waits[main]
-            text = f"it waits in {wait.text} since {now - since:.0f} s"
+            text = f"waits in {wait.text} since {now - since:.0f} s"
         else:
-            text = f"it is {position()}"
+            text = position()
         with background_store() as store:
             store.set(_key(dist.get_rank()), json.dumps({"time": time.time(), "text": text}))
 
@@ -207,7 +207,7 @@ def reports_of(ranks: Sequence[int]) -> str:
     texts: dict[str, list[int]] = {}
     for rank in ranks:
         if rank in ends:
-            text = f"it {ends[rank].decode()}"
+            text = ends[rank].decode()
         elif rank in reports:
             report = json.loads(reports[rank])
             text = f"{report['text']} (reported {max(now - report['time'], 0):.0f} s ago)"
