@@ -85,9 +85,7 @@ def test_a_rank_that_is_stopped_is_known_by_its_old_report():
     dist.barrier()
     strategy.close()
     if dist.get_rank() == 0:
-        ago = re.search(
-            r"waits in all_reduce \(\w+\).*Other ranks: rank 1: in .* \(reported (\d) s ago", messages[0]
-        )
+        ago = re.search(r"waits in all_reduce \(\w+\).*Other ranks: rank 1: in .* \(reported (\d) s ago", messages[0])
         assert ago, messages
         assert int(ago[1]) >= 1
 

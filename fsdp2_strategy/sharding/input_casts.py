@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, Literal
 
 import torch
@@ -40,6 +40,7 @@ from fsdp2_strategy.distributed.torch_internals import cast_floating
 from fsdp2_strategy.errors import ShardError, did_you_mean
 from fsdp2_strategy.hf.library_internals import lists_blocks
 from fsdp2_strategy.model.fsdp_state import class_name
+from fsdp2_strategy.sharding.bypassed_units import cast_to_own, needs_own_dtype
 from fsdp2_strategy.sharding.module_tree import ModuleTree
 
 _FOR_LOSS_OR_TIME = re.compile(r"(labels?|targets?|advantages?|returns|rewards?|log_?probs|timesteps?|sigmas?)$")
@@ -63,7 +64,37 @@ Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], _Inputs]
 """A forward pre-hook that returns the inputs that it casts."""
 
 
-def cast_root_inputs(
+def cast_where_weights_are(
+    root: nn.Module, units: Set[nn.Module], half: torch.dtype, selected: Sequence[str] | bool, *, is_policy: bool
+) -> Hook:
+    """Register hooks that cast inputs of modules of the root unit; return the hook for the inputs of the model.
+
+    See [Note: inputs of the model].
+
+    Args:
+        root: the model, before it is sharded.
+        units: its units and ignored modules.
+        half: the compute dtype, a half-precision one.
+        selected: see `_cast_root_inputs`.
+        is_policy: whether the model is a known policy.
+    """
+    waiting = [(child, lists_blocks(root)) for child in root.children()]
+    while waiting:
+        module, of_transformers = waiting.pop()
+        if module in units:
+            continue
+        inside = of_transformers or lists_blocks(module)
+        waiting += [(child, inside) for child in module.children()]
+        if inside and not of_transformers and not is_policy:
+            module.register_forward_pre_hook(_cast_root_inputs(module, half, ()), with_kwargs=True)
+        if needs_own_dtype(module):
+            module.register_forward_pre_hook(cast_to_own, with_kwargs=True)
+        elif holds_weights(module) and not of_transformers and not isinstance(module, nn.Embedding):
+            module.register_forward_pre_hook(cast_unit_inputs(half), with_kwargs=True)
+    return _cast_root_inputs(root, half, selected, is_policy=is_policy)
+
+
+def _cast_root_inputs(
     root: nn.Module, dtype: torch.dtype, selected: Sequence[str] | bool, *, is_policy: bool = False
 ) -> Hook:
     """Return a hook that casts inputs of the model to a half-precision dtype; see [Note: inputs of the model].

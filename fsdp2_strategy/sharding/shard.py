@@ -8,7 +8,7 @@ fully_shard, inner units first -> prefetch order -> entry points.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -32,7 +32,6 @@ from fsdp2_strategy.distributed.mesh import (
 from fsdp2_strategy.distributed.torch_internals import module_of
 from fsdp2_strategy.distributed.wait_log import ensure_wait_log
 from fsdp2_strategy.errors import MeshError, ShardError, counted, some
-from fsdp2_strategy.hf.library_internals import lists_blocks
 from fsdp2_strategy.hf.peft.methods import check_trainable_adapters
 from fsdp2_strategy.model.buffers import remember_buffers
 from fsdp2_strategy.model.failed_passes import watch_passes
@@ -50,14 +49,12 @@ from fsdp2_strategy.sharding.expert_parallel import divide_experts, plan_experts
 from fsdp2_strategy.sharding.gradient_dtypes import fix_gradient_dtypes, reduce_to_fp32
 from fsdp2_strategy.sharding.guarded_calls import guard_calls, guard_state_dict
 from fsdp2_strategy.sharding.input_casts import (
-    Hook,
     cast_all,
     cast_first,
     cast_outputs,
-    cast_root_inputs,
     cast_unit_inputs,
+    cast_where_weights_are,
     check_selected,
-    holds_weights,
 )
 from fsdp2_strategy.sharding.missing_gradients import fill_missing_gradients
 from fsdp2_strategy.sharding.plan import ShardPlan, modules_to_recompute, plan_units
@@ -255,7 +252,7 @@ def shard_model(
             ignored=[unit.module for unit in plan.ignored],
             is_bypassed=bool(plan.policy and plan.policy.bypassed),
         )
-        cast_where_weights_are(plan, hooks.cast_inputs, cast_inputs)
+        _cast_inputs(plan, hooks, cast_inputs)
         watched = _read_directly(plan, compiled)
         shard_units(plan, data_mesh, reshard, cpu_offload=cpu_offload, expert_view=expert_view)
         _fix_gradient_dtypes(plan)
@@ -551,30 +548,12 @@ def _add_cast_hooks(plan: ShardPlan) -> None:
             unit.module.register_forward_pre_hook(cast, with_kwargs=True)
 
 
-def cast_where_weights_are(plan: ShardPlan, cast_root: Callable[[Hook], None], selected: Sequence[str] | bool) -> None:
-    """Register hooks that cast the model's inputs, and those of modules of the root unit, in half precision.
-
-    ``cast_root`` registers the hook of the root. See [Note: inputs of the model] in `input_casts`.
-    """
-    half = plan.precision.half
-    if half is None:
-        return
-    is_policy = plan.policy is not None
-    cast_root(cast_root_inputs(plan.model, half, selected, is_policy=is_policy))
-    others = {unit.module for unit in (*plan.units, *plan.ignored) if unit.module is not plan.model}
-    waiting = [(plan.model, False)]
-    while waiting:
-        module, of_transformers = waiting.pop()
-        inside = of_transformers or lists_blocks(module)
-        waiting += [(child, inside) for child in module.children() if child not in others]
-        if module is plan.model:
-            continue
-        if lists_blocks(module) and not of_transformers and not is_policy:
-            module.register_forward_pre_hook(cast_root_inputs(module, half, ()), with_kwargs=True)
-        if needs_own_dtype(module):
-            module.register_forward_pre_hook(cast_to_own, with_kwargs=True)
-        elif holds_weights(module) and not of_transformers and not isinstance(module, nn.Embedding):
-            module.register_forward_pre_hook(cast_unit_inputs(half), with_kwargs=True)
+def _cast_inputs(plan: ShardPlan, hooks: BypassHooks, selected: Sequence[str] | bool) -> None:
+    """Register the hooks that cast the model's inputs, and those of modules of the root unit, in half precision."""
+    if (half := plan.precision.half) is not None:
+        units = {unit.module for unit in (*plan.units, *plan.ignored)}
+        is_policy = plan.policy is not None
+        hooks.cast_inputs(cast_where_weights_are(plan.model, units, half, selected, is_policy=is_policy))
 
 
 def _shape(mesh: DeviceMesh) -> str:
