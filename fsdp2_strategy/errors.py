@@ -22,6 +22,7 @@ Each message names the operation that failed, the actual value, the expected val
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable, Sequence
 
 
@@ -112,8 +113,26 @@ def size_text(size_bytes: float) -> str:
 
 def some(names: Sequence[str], what: str = "name") -> str:
     """Return a text with the number of names and the first three names."""
-    shown = f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
-    return f"{counted(len(names), what)} ({shown})" if names else f"no {what}"
+    listed = f"{', '.join(map(shortened, names[:3]))}{', …' if len(names) > 3 else ''}"
+    return f"{counted(len(names), what)} ({listed})" if names else f"no {what}"
+
+
+def shortened(text: str, limit: int = 200) -> str:
+    """Return a text of at most ``limit`` characters: the middle of a longer one is left out."""
+    half = limit // 2
+    return text if len(text) <= limit else f"{text[:half]} … {text[3 - half :]}"
+
+
+def shown(value: object, limit: int = 80) -> str:
+    """Return the ``repr`` of a value from a file for a message, shortened to about ``limit`` characters.
+
+    A long or deeply nested value is not formatted in full.
+    """
+    return shortened(_REPR.repr(value), limit)
+
+
+_REPR = reprlib.Repr()
+_REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 3, 70, 70, 40
 
 
 def did_you_mean(name: str, known: Iterable[str], *, least_similarity: float = 0.6) -> str:

@@ -1032,7 +1032,7 @@ def _continue_from(state: _TrainingState, loaded: LoadedCheckpoint, *, has_loss_
         state.created_scheduler = (created, created.last_epoch, loaded.step)
     state.averaged_steps.clear()
     if own.scale is not None and loaded.loss_scale and has_loss_scale:
-        own.scale = LossScale(**loaded.loss_scale)
+        own.scale = LossScale.of(loaded.loss_scale)
 
 
 def _check_scheduler_steps(state: _TrainingState) -> None:

@@ -16,12 +16,15 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
-from safetensors.torch import load, save
+from safetensors.torch import save
 
+from fsdp2_strategy.checkpoint.file_schemas import damage
 from fsdp2_strategy.checkpoint.training_state import require_saved
 from fsdp2_strategy.distributed.process_group import data_size
-from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.errors import CheckpointError, shown
 from fsdp2_strategy.hf.json_files import check_json
+from fsdp2_strategy.hf.safetensors_format import tensors_in
+from fsdp2_strategy.hf.schema import InvalidError, json_value, parse_json
 
 _TREE = "tree"
 
@@ -111,11 +114,37 @@ def check_position(loader: Any, saved: Mapping[str, Any] | None, path: Path, *, 
         )
 
 
+@dataclass(frozen=True)
+class RankState:
+    """The state of a loader from this rank's file."""
+
+    value: Any
+
+    @classmethod
+    def parse(cls, content: bytes, path: Path) -> RankState:
+        """Parse the content of the file at ``path``.
+
+        Raises:
+            DamageError: it is not the state of a loader.
+        """
+        tensors, metadata = tensors_in(content, path)
+        try:
+            return cls(_deserialize(tensors, parse_json(metadata.get(_TREE, ""), json_value(_MAX_DEPTH))))
+        except InvalidError as error:
+            raise damage(path, f"the state of the loader is invalid: {error}") from error
+        except RecursionError:
+            raise damage(path, "the state of the loader is nested too deeply") from None
+
+
+_MAX_DEPTH = 900
+"""Each list or dictionary of a state has two or three levels in the file."""
+
+
 def restore_position(
-    loader: Any, saved: Mapping[str, Any], rank_file: bytes | None, *, any_batch_size: bool = False
+    loader: Any, saved: Mapping[str, Any], rank_state: RankState | None, *, any_batch_size: bool = False
 ) -> None:
-    """Load a saved position into a loader; read it from ``rank_file``, this rank's file, if there is one."""
-    state = saved["state"] if rank_file is None else _deserialize(rank_file)
+    """Load a saved position into a loader: ``rank_state``, if this rank has a state of its own."""
+    state = saved["state"] if rank_state is None else rank_state.value
     loader.load_state_dict(state, **_options(any_batch_size))
 
 
@@ -169,22 +198,38 @@ def _as_tensor(value: Any) -> tuple[str, torch.Tensor | None]:
     return "", None
 
 
-def _deserialize(content: bytes) -> Any:
-    tensors = load(content)
-    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    tree = json.loads(header["__metadata__"][_TREE])
-
+def _deserialize(tensors: Mapping[str, torch.Tensor], tree: Any) -> Any:
     def convert(value: Any) -> Any:
-        if not isinstance(value, dict):
+        if not isinstance(value, dict | list):
             return value
-        [(kind, inner)] = value.items()
-        if kind == "dict":
-            return {convert(k): convert(v) for k, v in inner}
-        if kind in ("list", "tuple"):
+        kind, inner = next(iter(value.items())) if isinstance(value, dict) and len(value) == 1 else ("", None)
+        if kind == "dict" and isinstance(inner, list):
+            return dict(map(convert_pair, inner))
+        if kind in ("list", "tuple") and isinstance(inner, list):
             return (list if kind == "list" else tuple)(map(convert, inner))
-        tensor = tensors[inner]
-        if kind == "bytes":
+        tensor = tensors.get(inner) if isinstance(inner, str) else None
+        if kind == "bytes" and tensor is not None and tensor.dtype == torch.uint8:
             return tensor.numpy().tobytes()
+        if kind not in ("ndarray", "Tensor") or tensor is None or (kind == "ndarray" and not _has_numpy_dtype(tensor)):
+            raise InvalidError(f"has the entry {shown(value)}, which this package does not write")
         return tensor.numpy() if kind == "ndarray" else tensor
 
+    def convert_pair(pair: Any) -> tuple[Any, Any]:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise InvalidError(f"has {shown(pair)} in a dictionary, expected a key and a value")
+        key = convert(pair[0])
+        try:
+            hash(key)
+        except TypeError:
+            raise InvalidError(f"has the key {shown(key)}, which cannot be one") from None
+        return key, convert(pair[1])
+
     return convert(tree)
+
+
+def _has_numpy_dtype(tensor: torch.Tensor) -> bool:
+    try:
+        tensor.numpy()
+    except TypeError:
+        return False
+    return True

@@ -11,10 +11,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
+
+from fsdp2_strategy.errors import shown
+from fsdp2_strategy.hf.schema import InvalidError
 
 _FLOAT, _DICT, _COUNTER, _TENSOR = (f"__{name}__" for name in ("float", "dict", "counter", "tensor"))
 _TAGS = {_FLOAT, _DICT, _COUNTER, _TENSOR}
@@ -46,20 +50,49 @@ def _tagged(value: dict[Any, Any]) -> dict[str, Any]:
 
 
 def from_json_values(value: Any) -> Any:
-    """Return a value that `as_json_values` represented; tuples have become lists."""
+    """Return a value that `as_json_values` represented; tuples have become lists.
+
+    Raises:
+        InvalidError: a tag has a value that `as_json_values` does not write.
+    """
     if isinstance(value, list):
         return [from_json_values(each) for each in value]
     if not isinstance(value, dict):
         return value
     if value.keys() == {_FLOAT}:
+        if value[_FLOAT] not in ("inf", "-inf", "nan"):
+            raise _not_written(value)
         return float(value[_FLOAT])
     if value.keys() == {_TENSOR, "dtype"}:
-        return torch.tensor(from_json_values(value[_TENSOR]), dtype=getattr(torch, value["dtype"]))
+        return _tensor(value)
     for tag, kind in ((_DICT, dict), (_COUNTER, Counter)):
         if value.keys() == {tag}:
-            return kind({_key(from_json_values(key)): from_json_values(entry) for key, entry in value[tag]})
+            return kind(dict(_pairs(value, tag)))
     return {key: from_json_values(entry) for key, entry in value.items()}
 
 
-def _key(key: Any) -> Any:
-    return tuple(key) if isinstance(key, list) else key
+def _tensor(value: dict[str, Any]) -> torch.Tensor:
+    dtype = getattr(torch, value["dtype"], None) if isinstance(value["dtype"], str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise _not_written(value)
+    try:
+        return torch.tensor(from_json_values(value[_TENSOR]), dtype=dtype)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise _not_written(value) from error
+
+
+def _pairs(value: dict[str, Any], tag: str) -> Iterator[tuple[Any, Any]]:
+    for pair in value[tag] if isinstance(value[tag], list) else [None]:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise _not_written(value)
+        key = from_json_values(pair[0])
+        key = tuple(key) if isinstance(key, list) else key
+        try:
+            hash(key)
+        except TypeError as error:
+            raise _not_written(value) from error
+        yield key, from_json_values(pair[1])
+
+
+def _not_written(value: object) -> InvalidError:
+    return InvalidError(f"has the entry {shown(value)}, which this package does not write")

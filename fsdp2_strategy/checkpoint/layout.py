@@ -39,9 +39,10 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
+from fsdp2_strategy.checkpoint.file_schemas import MANIFEST as MANIFEST_SCHEMA
+from fsdp2_strategy.checkpoint.file_schemas import MANIFEST_BYTES, damage, read_small_file
 from fsdp2_strategy.checkpoint.paths import (
     CHECKSUMS,
-    MANIFEST,
     RNG,
     TRAINER_STATE,
     TRAINING_STATE,
@@ -49,8 +50,10 @@ from fsdp2_strategy.checkpoint.paths import (
     as_path,
     has_only_checkpoint_entries,
 )
-from fsdp2_strategy.errors import CheckpointError, DamageError
+from fsdp2_strategy.errors import CheckpointError, DamageError, shown
 from fsdp2_strategy.hf.checksums import digest_of
+from fsdp2_strategy.hf.file_reads import read_file, size_of_file
+from fsdp2_strategy.hf.schema import InvalidError, parse_json
 
 LATEST = "latest"
 LAST = "last"
@@ -62,8 +65,6 @@ FORMAT_VERSION_OF_SEVERAL = 3
 
 _TYPICAL = (TRAINER_STATE, CHECKSUMS, RNG, f"{TRAINING_STATE}/{TRAINER_STATE}", f"{TRAINING_STATE}/{CHECKSUMS}")
 """Entries that a directory of another kind hardly has."""
-
-_KEYS = {"sequence", "tag", "step", "protected", "metric", "higher_is_better", "files", "checksums"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +135,7 @@ def problem_of(path: Path) -> str:
     """
     try:
         for name, size in read_manifest(path)["files"].items():
-            actual = (path / name).stat().st_size
+            actual = size_of_file(path / name)
             if actual != size:
                 return f"{name} is {actual} bytes long, expected {size}"
     except FileNotFoundError as error:
@@ -143,8 +144,6 @@ def problem_of(path: Path) -> str:
         return f"{error.filename}: {error.strerror}"
     except DamageError as error:
         return str(error).removeprefix(f"cannot read {path}/").removesuffix(". Load another checkpoint.")
-    except (TypeError, AttributeError) as error:
-        return f"{MANIFEST} is invalid ({error!r})"
     return ""
 
 
@@ -185,8 +184,8 @@ def latest_tag(save_dir: Path) -> str | None:
     try:
         if is_last(save_dir / LAST):
             return (save_dir / LAST).readlink().name
-        return (save_dir / LATEST).read_text(encoding="utf-8").strip()
-    except OSError:
+        return read_file(save_dir / LATEST, 1 << 16).decode().strip()
+    except (OSError, UnicodeDecodeError):
         return None
 
 
@@ -201,10 +200,10 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
         tag=path.name,
         sequence=manifest["sequence"],
         step=manifest["step"],
-        total_bytes=sum(manifest["files"].values()) if isinstance(manifest["files"], dict) else 0,
-        protected=manifest["protected"],
+        total_bytes=sum(manifest["files"].values()),
+        protected=bool(manifest["protected"]),
         metric=manifest["metric"],
-        higher_is_better=manifest["higher_is_better"],
+        higher_is_better=bool(manifest["higher_is_better"]),
         models=models_in(manifest),
     )
 
@@ -215,35 +214,36 @@ def models_in(manifest: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return the manifest of the checkpoint at ``path``, and check its digest, format and keys.
+    """Return the manifest of the checkpoint at ``path``, and check its digest, format and schema.
 
     Raises:
         DamageError: the manifest is missing or corrupt, or has another format.
     """
     file = CheckpointPaths.found_in(path).manifest
     try:
-        manifest = json.loads(file.read_bytes())
-    except OSError as error:
-        raise _manifest_error(file, error.strerror or str(error)) from error
-    except (ValueError, RecursionError) as error:
-        raise _manifest_error(file, f"it is not JSON ({error})") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise _manifest_error(file, f"it is not a manifest of {FORMAT}")
-    version = manifest.get("format_version")
-    if version not in (FORMAT_VERSION, FORMAT_VERSION_OF_SEVERAL):
-        expected = f"{FORMAT_VERSION} or {FORMAT_VERSION_OF_SEVERAL}"
-        raise _manifest_error(file, f"its format is version {version!r}, expected {expected}")
-    if manifest.get("digest") != digest_of_manifest(manifest):
-        raise _manifest_error(file, "its digest does not match its content")
-    if missing := _KEYS - manifest.keys():
-        raise _manifest_error(file, f"it lacks the key {min(missing)}")
-    if (version == FORMAT_VERSION_OF_SEVERAL) != isinstance(manifest.get("models"), dict):
-        raise _manifest_error(file, f"its format is version {version!r}, and its models are {manifest.get('models')!r}")
+        manifest = parse_json(read_small_file(file, MANIFEST_BYTES))
+        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+            raise damage(file, f"it is not a manifest of {FORMAT}")
+        version = manifest.get("format_version")
+        if type(version) is not int or version not in (FORMAT_VERSION, FORMAT_VERSION_OF_SEVERAL):
+            expected = f"{FORMAT_VERSION} or {FORMAT_VERSION_OF_SEVERAL}"
+            raise damage(file, f"its format is version {shown(version)}, expected {expected}")
+        if manifest.get("digest") != digest_of_manifest(manifest):
+            raise damage(file, "its digest does not match its content")
+        MANIFEST_SCHEMA(manifest)
+    except InvalidError as error:
+        raise damage(file, f"its content is invalid: {error}") from error
+    if (version == FORMAT_VERSION_OF_SEVERAL) != ("models" in manifest):
+        raise damage(file, f"its format is version {version}, and its models are {shown(manifest.get('models'))}")
+    _check_shard_sizes(file, manifest)
     return manifest
 
 
-def _manifest_error(file: Path, problem: str) -> DamageError:
-    return DamageError(f"cannot read {file}: {problem}. Load another checkpoint.")
+def _check_shard_sizes(file: Path, manifest: Mapping[str, Any]) -> None:
+    ranks = len(manifest["checksums"])
+    for of_model in (manifest, *manifest.get("models", {}).values()):
+        if of_model.get("shard_size", 1) > ranks:
+            raise damage(file, f"its shard size is {of_model['shard_size']}, expected at most its {ranks} ranks")
 
 
 def digest_of_manifest(manifest: Mapping[str, Any]) -> str:

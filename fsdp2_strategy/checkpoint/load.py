@@ -21,8 +21,16 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.checkpoint import background_save
 from fsdp2_strategy.checkpoint.components import match_model
-from fsdp2_strategy.checkpoint.data_position import DataPositionMode, Later, Loader, check_position, restore_position
+from fsdp2_strategy.checkpoint.data_position import (
+    DataPositionMode,
+    Later,
+    Loader,
+    RankState,
+    check_position,
+    restore_position,
+)
 from fsdp2_strategy.checkpoint.directory import recover
+from fsdp2_strategy.checkpoint.file_schemas import RANK_FILE_BYTES
 from fsdp2_strategy.checkpoint.foreign_formats import Foreign, find_foreign, is_foreign, load_foreign
 from fsdp2_strategy.checkpoint.gc_pause import gc_paused
 from fsdp2_strategy.checkpoint.layout import (
@@ -38,8 +46,8 @@ from fsdp2_strategy.checkpoint.layout import (
 )
 from fsdp2_strategy.checkpoint.load_options import NO_OPTIMIZER, NO_SCHEDULER
 from fsdp2_strategy.checkpoint.lock import is_held_elsewhere
-from fsdp2_strategy.checkpoint.paths import DATA, EMA, OPTIMIZER, RNG, TRAINER_STATE, CheckpointPaths, as_path
-from fsdp2_strategy.checkpoint.random_state import derive_rng, load_rng
+from fsdp2_strategy.checkpoint.paths import DATA, EMA, OPTIMIZER, RNG, CheckpointPaths, as_path
+from fsdp2_strategy.checkpoint.random_state import RNG_BYTES, check_rng, derive_rng, load_rng
 from fsdp2_strategy.checkpoint.reader import Opened, check_structure, open_checkpoint
 from fsdp2_strategy.checkpoint.resumed import record_resume
 from fsdp2_strategy.checkpoint.several_models import ONLY, Models, check_saved_models, for_each, models_by_name
@@ -50,6 +58,7 @@ from fsdp2_strategy.checkpoint.training_state import (
     allocate_optimizer_state,
     check_optimizer,
     check_restored,
+    check_scheduler,
     require_saved,
     restore_optimizer,
     restore_scheduler,
@@ -307,8 +316,8 @@ def _load(request: _LoadRequest, path: Path) -> LoadedCheckpoint:
     # Raised on every rank, because the manifest and the names are equal on all.
     check_saved_models(path, models_in(opened.manifest), request.models, may_be_fewer=not request.continues)
     with all_or_none(f"load {path}", DamageError):
-        states = {name: of_run if name == ONLY else _state_of_model(opened, name) for name in request.models}
-        rng, rank_file = _files_of_rank(opened, of_run, request.loader)
+        states = {name: of_run if name == ONLY else opened.state_of_model(name) for name in request.models}
+        rng, rank_state = _files_of_rank(opened, of_run, request.loader)
     with all_or_none(f"load {path}", CheckpointError):
         models = request.models.items()
         plans = {name: _plan(own, request, _paths_of(opened, name), states[name]) for name, own in models}
@@ -331,7 +340,7 @@ def _load(request: _LoadRequest, path: Path) -> LoadedCheckpoint:
             for root, left_out, differing in frozen:
                 left_out.restore(root, differing, path)
         with all_or_none(f"load the run's state from {path}", CheckpointError):
-            _restore_state(request, plans, states, of_run, rng=rng, rank_file=rank_file)
+            _restore_state(request, plans, states, of_run, rng=rng, rank_state=rank_state)
     _log_loaded(request, opened, of_run)
     for name, plan in plans.items():
         if request.models[name].optimizer is not None:
@@ -367,11 +376,6 @@ def _paths_of(opened: Opened, name: str) -> CheckpointPaths:
     return opened.paths if name == ONLY else opened.paths.of_model(name)
 
 
-def _state_of_model(opened: Opened, name: str) -> dict[str, Any]:
-    """Return the content of the ``trainer_state.json`` of one of several models."""
-    return opened.read_json(_paths_of(opened, name).state / TRAINER_STATE)
-
-
 def _result(path: Path, of_run: Mapping[str, Any], state: Mapping[str, Any], plan: _LoadPlan) -> LoadedCheckpoint:
     return LoadedCheckpoint(
         path=path,
@@ -405,7 +409,7 @@ def _restore_state(
     of_run: Mapping[str, Any],
     *,
     rng: bytes | None,
-    rank_file: bytes | None,
+    rank_state: RankState | None,
 ) -> None:
     """Restore optimizers, schedules, random state and data position, once the tensors are read."""
     continues = False
@@ -432,7 +436,7 @@ def _restore_state(
         derive_rng(of_run["seed"], step=of_run["step"], rank=data_rank(), world_size=data_size())
     if request.loader is not None:
         any_batch_size = request.load_data_position == "samples"
-        restore_position(request.loader, of_run["data"], rank_file, any_batch_size=any_batch_size)
+        restore_position(request.loader, of_run["data"], rank_state, any_batch_size=any_batch_size)
 
 
 def _open(path: Path) -> tuple[Opened, dict[str, Any]]:
@@ -448,13 +452,13 @@ def _open(path: Path) -> tuple[Opened, dict[str, Any]]:
         same_ranks = len(manifest["checksums"]) == world_size()
         opened = open_checkpoint(path, manifest, rank=rank() if same_ranks else None)
         opened.check_headers()
-        return opened, opened.read_json(opened.paths.state / TRAINER_STATE)
+        return opened, opened.state_of_run()
 
 
 def _files_of_rank(
     opened: Opened, state: Mapping[str, Any], loader: Loader | None
-) -> tuple[bytes | None, bytes | None]:
-    """Return the content of this rank's files: the random state, and the loader's state.
+) -> tuple[bytes | None, RankState | None]:
+    """Return what this rank's files have: the content of the random state, and the loader's state.
 
     The first is None if the number of ranks has changed. Ranks that share sequences get the same one, whether or not
     they did so in the saved run. The second is None if the loader has no file per rank, or the number of data parallel
@@ -462,10 +466,13 @@ def _files_of_rank(
     """
     saved_ranks, rng, data = state["world_size"], None, None
     if saved_ranks == world_size():
-        rng = opened.read(opened.paths.rank_file(RNG, data_rank() * sequence_size()))
+        path = opened.paths.rank_file(RNG, data_rank() * sequence_size())
+        rng = opened.read(path, RNG_BYTES)
+        check_rng(rng, path)
     data_ranks = (state.get("data") or {}).get("ranks")
     if loader is not None and data_ranks == data_size():
-        data = opened.read(opened.paths.rank_file(DATA, data_rank() * (saved_ranks // data_ranks)))
+        path = opened.paths.rank_file(DATA, data_rank() * (saved_ranks // data_ranks))
+        data = RankState.parse(opened.read(path, RANK_FILE_BYTES), path)
     return rng, data
 
 
@@ -513,6 +520,7 @@ def _plan(own: _ModelRequest, request: _LoadRequest, paths: CheckpointPaths, sta
         targets += targets_by_name("averages (ema)", own.ema, stored_in(paths.state / EMA))
     if own.scheduler is not None:
         require_saved(state["scheduler"], "scheduler", NO_SCHEDULER, paths.root)
+        check_scheduler(own.scheduler, state["scheduler"])
     return _LoadPlan(root, report, targets, optimizer_state, settings)
 
 

@@ -9,6 +9,7 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ import torch
 from safetensors.torch import load, save
 
 from fsdp2_strategy.config.arguments import check_number
-from fsdp2_strategy.errors import ArgumentError
+from fsdp2_strategy.errors import ArgumentError, DamageError, shortened
+from fsdp2_strategy.hf.safetensors_format import tensors_in
 
 
 def rng_content() -> bytes:
@@ -34,6 +36,50 @@ def rng_content() -> bytes:
     if torch.cuda.is_available():
         tensors["torch.cuda"] = torch.cuda.get_rng_state()
     return save(tensors)
+
+
+def check_rng(content: bytes, path: Path) -> None:
+    """Check that a file's content is a result of `rng_content`; the generators are not changed.
+
+    Raises:
+        DamageError: it is not; the message names the file.
+    """
+    tensors, _ = tensors_in(content, path)
+    for name, (dtype, length, largest) in _TENSORS.items():
+        found = tensors.get(name)
+        if found is None and name == "torch.cuda":
+            continue
+        if found is None or found.dtype != dtype or found.ndim != 1 or (length is not None and len(found) != length):
+            raise _invalid(path, f"{name} is not a vector of {dtype} of the right length")
+        if largest is not None and not bool(((found >= 0) & (found <= largest)).all()):
+            raise _invalid(path, f"{name} has values outside of 0 to {largest}")
+    if len(tensors["python.gauss"]) > 1:
+        raise _invalid(path, "python.gauss has more than one value")
+    if tensors["python.words"][-1] > _WORDS or tensors["numpy.position"][0] > _WORDS:
+        raise _invalid(path, f"the position of a generator exceeds {_WORDS}")
+    try:
+        torch.Generator().set_state(tensors["torch.cpu"])
+    except (RuntimeError, TypeError) as error:
+        raise _invalid(path, f"torch does not accept torch.cpu ({shortened(str(error))})") from error
+
+
+def _invalid(path: Path, problem: str) -> DamageError:
+    return DamageError(f"cannot read {path}: {problem}, expected states of random generators. Load another checkpoint.")
+
+
+_WORDS = 624
+_TENSORS: dict[str, tuple[torch.dtype, int | None, int | None]] = {
+    "python.words": (torch.int64, _WORDS + 1, (1 << 32) - 1),
+    "python.gauss": (torch.float64, None, None),
+    "numpy.keys": (torch.int64, _WORDS, (1 << 32) - 1),
+    "numpy.position": (torch.int64, 2, _WORDS),
+    "numpy.cached": (torch.float64, 1, None),
+    "torch.cpu": (torch.uint8, None, None),
+    "torch.cuda": (torch.uint8, None, None),
+}
+"""The tensors of a file: dtype, length and largest value, if they are fixed."""
+RNG_BYTES = 1 << 20
+"""Maximum size of a file."""
 
 
 def load_rng(content: bytes) -> None:

@@ -18,20 +18,33 @@ Each checksum manifest records its maximum block size.
 from __future__ import annotations
 
 import bisect
-import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fsdp2_strategy.checkpoint.file_schemas import (
+    CHECKSUMS_BYTES,
+    STATE_BYTES,
+    STATE_OF_MODEL,
+    STATE_OF_ONLY_MODEL,
+    STATE_OF_RUN,
+    damage,
+    parse_checksums,
+    parse_state,
+    read_small_file,
+)
+from fsdp2_strategy.checkpoint.json_values import from_json_values
 from fsdp2_strategy.checkpoint.layout import read_manifest
-from fsdp2_strategy.checkpoint.paths import CHECKSUMS, CheckpointPaths
+from fsdp2_strategy.checkpoint.paths import CHECKSUMS, TRAINER_STATE, CheckpointPaths
 from fsdp2_strategy.errors import CheckpointError, DamageError
-from fsdp2_strategy.hf.checksums import ALGORITHM, Block, Checksums, digest_of
-from fsdp2_strategy.hf.safetensors_format import Entry, read_header
-
-_DEFAULT_BLOCK_BYTES = 16 << 20
-"""Maximum block size of old checksum manifests, which do not record it."""
+from fsdp2_strategy.hf.checksums import Block, Checksums, digest_of
+from fsdp2_strategy.hf.file_reads import SourceFile, size_of_file
+from fsdp2_strategy.hf.safetensors_format import MAX_HEADER_BYTES, Entry, read_header, read_into
+from fsdp2_strategy.hf.schema import InvalidError, Schema
+from fsdp2_strategy.hf.weights_folder import INDEX_BYTES
 
 
 @dataclass(frozen=True)
@@ -42,45 +55,73 @@ class Opened:
     manifest: dict[str, Any]
     checksums: Checksums
 
-    def read(self, path: Path) -> bytes:
+    def read(self, path: Path, max_bytes: int) -> bytes:
         """Read a small file, and verify its checksums.
 
         Raises:
-            DamageError: the file cannot be read, or a checksum differs.
+            DamageError: the file cannot be read, is larger than ``max_bytes``, or a checksum differs.
         """
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise DamageError(f"cannot read {path}: {error.strerror}. Load another checkpoint.") from error
+        content = read_small_file(path, max_bytes)
         for checked in self.checksums.covering(path, 0, len(content)):
             checked.check(memoryview(content)[checked.begin : checked.end], path, self.paths.name_of(path))
         return content
 
-    def read_json(self, path: Path) -> dict[str, Any]:
-        """Read a JSON file, and verify its checksums.
+    def state_of_run(self) -> dict[str, Any]:
+        """Read the ``trainer_state.json`` of the run, which in a checkpoint of one model is also that of the model.
 
         Raises:
-            DamageError: the file cannot be read, or a checksum differs.
+            DamageError: the file cannot be read, a checksum differs, or its content does not fit the schema.
         """
-        content: dict[str, Any] = json.loads(self.read(path))
-        return content
+        schema = STATE_OF_RUN if "models" in self.manifest else STATE_OF_ONLY_MODEL
+        return self._state(self.paths.state / TRAINER_STATE, schema)
+
+    def state_of_model(self, name: str) -> dict[str, Any]:
+        """Read the ``trainer_state.json`` of one of several models.
+
+        Raises:
+            DamageError: see `state_of_run`.
+        """
+        return self._state(self.paths.of_model(name).state / TRAINER_STATE, STATE_OF_MODEL)
+
+    def _state(self, path: Path, schema: Schema) -> dict[str, Any]:
+        state = parse_state(self.read(path, STATE_BYTES), path, schema)
+        hyper = state.get("optimizer") or {}
+        try:
+            for coded in (state.get("scheduler"), hyper.get("settings"), hyper.get("values")):
+                from_json_values(coded)
+        except InvalidError as error:
+            raise damage(path, f"its content is invalid: {error}") from error
+        return state
 
     def check_headers(self) -> None:
-        """Verify the checksums of all safetensors headers and of the indexes that list which tensor is in which file.
+        """Check all safetensors headers, their checksums, and those of the indexes that list the tensors of each file.
 
         Raises:
-            DamageError: a checksum differs.
+            DamageError: a file cannot be read, a header is invalid, or a checksum differs.
         """
         for name, size in self.manifest["files"].items():
             path = self.paths.root / name
             if path.name.endswith(".safetensors.index.json"):
-                self.read(path)
+                self.read(path, INDEX_BYTES)
             if path.suffix == ".safetensors" and path.parent not in self.paths.per_rank_folders:
-                with path.open("rb") as file:
-                    length = 8 + int.from_bytes(file.read(8), "little")
-                    file.seek(0)
-                    for checked in self.checksums.covering(path, 0, min(length, size)):
-                        checked.check(file.read(checked.end - checked.begin), path, "the header")
+                self._check_header(path, size)
+
+    def _check_header(self, path: Path, size: int) -> None:
+        try:
+            with SourceFile(path) as file:
+                length = 8 + int.from_bytes(file.read(lambda fd: os.pread(fd, 8, 0)), "little")
+                for checked in self.checksums.covering(path, 0, min(length, MAX_HEADER_BYTES, size)):
+                    content = memoryview(bytearray(checked.end - checked.begin))
+                    file.read(partial(read_into, offset=checked.begin, memory=content))
+                    checked.check(content, path, "the header")
+        except OSError as error:
+            raise damage(path, error.strerror or str(error)) from error
+        try:
+            read_header(path)
+        except DamageError:
+            raise
+        except CheckpointError as error:
+            raise DamageError(str(error)) from error
 
     def read_checksum_manifests(self, ranges: Iterable[tuple[Path, int, int]]) -> None:
         """Read the checksum manifests that are needed for byte ranges, which are tuples of file, begin and end.
@@ -104,7 +145,7 @@ def check_structure(path: Path) -> dict[str, Any]:
     manifest, paths = read_manifest(path), CheckpointPaths.found_in(path)
     try:
         for name, size in manifest["files"].items():
-            actual = (path / name).stat().st_size
+            actual = size_of_file(path / name)
             if actual != size:
                 raise DamageError(
                     f"cannot read {path / name}: it is {actual} bytes long, expected {size}. Load another checkpoint."
@@ -112,15 +153,11 @@ def check_structure(path: Path) -> dict[str, Any]:
         for file in path.rglob("*.safetensors"):
             if file.relative_to(path).as_posix() not in manifest["files"]:
                 raise DamageError(f"cannot read {path}: {file} is not listed in its manifest. Remove that file.")
-        ranks = range(len(manifest["checksums"]))
-        if list(manifest["checksums"]) != [paths.name_of(paths.rank_file(CHECKSUMS, rank)) for rank in ranks]:
-            raise ValueError("it does not list one checksum manifest per rank")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DamageError(
-            f"cannot read {path}: its manifest is invalid ({error!r}). Load another checkpoint."
-        ) from error
     except OSError as error:
         raise DamageError(f"cannot read {error.filename}: {error.strerror}. Load another checkpoint.") from error
+    expected = [paths.name_of(paths.rank_file(CHECKSUMS, rank)) for rank in range(len(manifest["checksums"]))]
+    if list(manifest["checksums"]) != expected or not manifest["files"].keys() >= {*expected}:
+        raise damage(paths.manifest, "its content is invalid: it does not list one checksum manifest per rank")
     return manifest
 
 
@@ -138,7 +175,7 @@ def open_checkpoint(path: Path, manifest: Mapping[str, Any] | None = None, *, ra
     manifest = dict(manifest or check_structure(path))
     shard_size = manifest.get("shard_size", len(manifest["checksums"]))
     paths = CheckpointPaths.found_in(path)
-    return Opened(paths, manifest, Checksums(_ChecksumManifests(paths, manifest["checksums"], shard_size, rank)))
+    return Opened(paths, manifest, Checksums(_ChecksumManifests(paths, manifest, shard_size, rank)))
 
 
 @dataclass
@@ -146,7 +183,7 @@ class _ChecksumManifests:
     """A `ManifestReader` that reads each checksum manifest once; see [Note: checksum manifests]."""
 
     paths: CheckpointPaths
-    digests: Mapping[str, str]
+    manifest: Mapping[str, Any]
     shard_size: int
     rank: int | None
     _read: set[int] = field(default_factory=set)
@@ -163,12 +200,13 @@ class _ChecksumManifests:
 
     def _ranks_to_read(self, path: Path, begin: int, end: int) -> Iterator[Iterable[int]]:
         """Yield the ranks whose checksum manifests to read for a byte range, in the order of the note."""
-        ranks = len(self.digests)
+        ranks = len(self.manifest["checksums"])
         yield [0] if self.rank is None else [0, self.rank]
         if self.rank is not None:
             yield range(self.rank % self.shard_size, ranks, self.shard_size)
         shards = self._shards_with(path, begin, end)
-        yield [replica + shard for replica in range(0, ranks, self.shard_size) for shard in shards]
+        found = (replica + shard for replica in range(0, ranks, self.shard_size) for shard in shards)
+        yield [each for each in found if each < ranks]
         yield range(ranks)
 
     def _shards_with(self, path: Path, begin: int, end: int) -> range:
@@ -198,29 +236,13 @@ class _ChecksumManifests:
         blocks: dict[Path, list[Block]] = {}
         for path in (self.paths.rank_file(CHECKSUMS, rank) for rank in ranks):
             name = self.paths.name_of(path)
-            try:
-                content = path.read_bytes()
-            except OSError as error:
-                raise DamageError(f"cannot read {path}: {error.strerror}. Load another checkpoint.") from error
-            if (digest := digest_of(content)) != self.digests[name]:
+            content = read_small_file(path, CHECKSUMS_BYTES)
+            expected = self.manifest["checksums"][name]
+            if (digest := digest_of(content)) != expected:
                 raise DamageError(
-                    f"cannot verify {self.paths.root}: {name} has the checksum {digest}, expected "
-                    f"{self.digests[name]}, as in the manifest. Load another checkpoint."
+                    f"cannot verify {self.paths.root}: {name} has the checksum {digest}, expected {expected}, as in "
+                    "the manifest. Load another checkpoint."
                 )
-            try:
-                listed = json.loads(content)
-                max_bytes = listed.get("block_bytes", _DEFAULT_BLOCK_BYTES)
-                for file, of_file in listed["blocks"].items():
-                    found = [Block(*block) for block in of_file]
-                    if not all(0 < block.end - block.begin <= max_bytes for block in found):
-                        raise ValueError(f"a block of {file} is empty, or has more than {max_bytes} bytes")
-                    if not all(0 < block.run_bytes <= block.stride for block in found if block.stride):
-                        raise ValueError(f"a block of {file} has runs that are empty, or overlap")
-                    blocks.setdefault(self.paths.root / file, []).extend(found)
-                if listed["algorithm"] != ALGORITHM:
-                    raise ValueError(f"its checksums are {listed['algorithm']}, expected {ALGORITHM}")
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise DamageError(
-                    f"cannot verify {self.paths.root}: {name} is invalid ({error!r}). Load another checkpoint."
-                ) from error
+            for file, of_file in parse_checksums(content, path, self.manifest["files"])["blocks"].items():
+                blocks.setdefault(self.paths.root / file, []).extend(Block(*block) for block in of_file)
         return blocks

@@ -96,7 +96,10 @@ class LeftOut:
         """Parse the entry of a checkpoint's ``trainer_state.json``; None means that no weights are left out."""
         if not content:
             return cls()
-        weights = {name: Fingerprint(**fingerprint) for name, fingerprint in content["weights"].items()}
+        weights = {
+            name: Fingerprint(saved["dtype"], saved["exact"], saved["as_bfloat16"])
+            for name, saved in content["weights"].items()
+        }
         return cls(weights, dict(content["folders"]), content.get("elements", _DEFAULT_ELEMENTS))
 
     def as_json(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from fsdp2_strategy.checkpoint.json_values import as_json_values, from_json_valu
 from fsdp2_strategy.checkpoint.load_options import NO_OPTIMIZER, NO_SCHEDULER, NOT_STRICT
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.torch_internals import local_of
-from fsdp2_strategy.errors import CheckpointError, some
+from fsdp2_strategy.errors import CheckpointError, shown, some
 from fsdp2_strategy.hf.json_files import check_json
 from fsdp2_strategy.model.fsdp_state import is_sharded, reshard
 from fsdp2_strategy.model.names import named_parameters
@@ -205,6 +205,40 @@ def schedule_state(scheduler: LRScheduler) -> dict[str, Any]:
     return state
 
 
+def check_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
+    """Check that a saved state can be loaded into a schedule; the schedule is not changed.
+
+    Raises:
+        CheckpointError: an entry has another type than in the schedule's own state, or would replace a method.
+    """
+    saved, own = from_json_values(dict(state)), scheduler.state_dict()
+    for key, value in saved.items():
+        is_method = key == "optimizer" or callable(getattr(type(scheduler), key, None))
+        if is_method or key.startswith("__") or (key in own and not _is_same_kind(value, own[key])):
+            expected = "no such entry" if key not in own else f"a value such as {shown(own[key])}"
+            raise CheckpointError(
+                f"cannot load the scheduler: its saved state has {shown(key)} = {shown(value)}, expected {expected} "
+                f"for {type(scheduler).__name__}. Use the schedule of the saved run, or pass {NO_SCHEDULER}."
+            )
+
+
+def _is_same_kind(saved: Any, own: Any) -> bool:
+    """Return whether a saved value can replace another one: numbers, texts, lists or mappings in both places."""
+    if own is None:
+        return True
+    if isinstance(own, bool | int | float | torch.Tensor):
+        return isinstance(saved, bool | int | float | torch.Tensor)
+    if saved is None:
+        return True
+    if isinstance(own, list | tuple):
+        return isinstance(saved, list | tuple) and all(
+            each is None or not len(own) or _is_same_kind(each, own[0]) for each in saved
+        )
+    if isinstance(own, Mapping):
+        return isinstance(saved, Mapping)
+    return not isinstance(own, str) or isinstance(saved, str)
+
+
 def restore_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
     """Load a saved state into a schedule, and set the schedule's learning rates in the optimizer's groups.
 
@@ -213,7 +247,7 @@ def restore_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
     """
     groups = scheduler.optimizer.param_groups
     own: dict[str, Any] = from_json_values(dict(state))
-    if len(own.get("base_lrs", groups)) != len(groups):
+    if any(len(own.get(key, groups)) != len(groups) for key in ("base_lrs", "_last_lr", "lr_lambdas")):
         own["base_lrs"] = [group["initial_lr"] for group in groups]
         own["_last_lr"] = [group["lr"] for group in groups]
         own |= {"lr_lambdas": [None] * len(groups)} if "lr_lambdas" in own else {}
@@ -311,7 +345,25 @@ def settings_by_group(model: nn.Module, optimizer: Optimizer, hyper: Mapping[str
                 "for all. Group them as they were saved."
             )
         settings.append(hyper["settings"][indices.pop()] if indices else {})
+        _check_settings(group, settings[-1])
     return settings
+
+
+def _check_settings(group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    for key, value in from_json_values(dict(saved)).items():
+        own = group.get(key)
+        is_number = isinstance(own, bool | int | float | torch.Tensor) and key not in _NUMBERS
+        has_other_length = isinstance(own, tuple) and isinstance(value, list) and len(own) != len(value)
+        if (value is None and is_number) or (_is_same_kind(value, own) and not has_other_length):
+            continue
+        raise CheckpointError(
+            f"cannot load the optimizer: the saved {shown(key)} of group {group.get('name')!r} is {shown(value)}, "
+            f"expected a value such as {shown(own)}. Load another checkpoint, or pass {NO_OPTIMIZER}."
+        )
+
+
+_NUMBERS = {"lr", "eps", "weight_decay", "momentum", "dampening"}
+"""Hyper-parameters that are never None."""
 
 
 def restore_optimizer(
@@ -329,7 +381,7 @@ def restore_optimizer(
     of each group. Without ``load_learning_rates``, hyper-parameters that schedules set are not changed. Those that are
     replaced are logged, except those that follow from the position of a schedule.
     """
-    names, non_tensors = _names_by_identity(model), from_json_values(non_tensors)
+    names, non_tensors = _names_by_identity(model), from_json_values(dict(non_tensors))
     for group, saved in zip(optimizer.param_groups, settings, strict=True):
         own = {
             key: value

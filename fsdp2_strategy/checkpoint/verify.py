@@ -5,20 +5,28 @@ Input: a checkpoint's directory. Output: a report of all problems.
 
 from __future__ import annotations
 
-import os
+import bisect
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from fsdp2_strategy import sizes
-from fsdp2_strategy.checkpoint.paths import as_path
-from fsdp2_strategy.checkpoint.reader import open_checkpoint
+from fsdp2_strategy.checkpoint.layout import models_in
+from fsdp2_strategy.checkpoint.paths import RNG, as_path
+from fsdp2_strategy.checkpoint.random_state import RNG_BYTES, check_rng
+from fsdp2_strategy.checkpoint.reader import Opened, open_checkpoint
 from fsdp2_strategy.distributed.progress import Progress
 from fsdp2_strategy.errors import CheckpointError, counted
 from fsdp2_strategy.hf.checksums import CheckedRange
+from fsdp2_strategy.hf.file_reads import SourceFile
 from fsdp2_strategy.hf.safetensors_format import Entry, read_header, read_into
+from fsdp2_strategy.hf.weights_folder import read_index
 
 _THREADS = 4
+_MAX_PROBLEMS = 1000
+"""A report contains at most this number of problems, and the number of further ones."""
 
 
 @dataclass(frozen=True)
@@ -52,51 +60,114 @@ def verify_checkpoint(path: str | Path, *, progress: bool = True) -> VerifyRepor
         opened = open_checkpoint(path)
     except CheckpointError as error:
         return VerifyReport([str(error)])
-    problems: list[str] = []
-    tensors: dict[Path, list[Entry]] = {}
-    ranges: list[tuple[Path, CheckedRange]] = []
-    for name, size in opened.manifest["files"].items():
-        file = path / name
-        try:
-            if name not in opened.manifest["checksums"]:
-                found = opened.checksums.covering(file, 0, size)
-                ranges += [(file, checked) for checked in found]
-                if found and found[-1].end != size:
-                    problems.append(f"the checksums of {file} cover {found[-1].end} bytes, but the file has {size}")
-            if file.suffix == ".safetensors":
-                tensors[file] = list(read_header(file).values())
-        except CheckpointError as error:
-            if str(error) not in problems:  # a corrupt checksum manifest causes the same error for several files
-                problems.append(str(error))
-    total = sum(checked.end - checked.begin for _, checked in ranges)
+    tensors, tasks, problems = _tasks(opened)
+    total = sum(checked.end - checked.begin for _, together in tasks for checked in together)
     with ThreadPoolExecutor(_THREADS) as pool, Progress(f"verifying {path.name}", total, is_shown=progress) as shown:
-        for (file, checked), problem in zip(ranges, pool.map(lambda args: _check(*args), ranges), strict=True):
-            shown.update(checked.end - checked.begin)
-            if problem:
-                problems.append(f"{_tensor_names(tensors.get(file, []), checked)}: {problem}")
+        for (file, together), found_problems in zip(tasks, pool.map(lambda task: _check(*task), tasks), strict=True):
+            shown.update(sum(checked.end - checked.begin for checked in together))
+            problems += [f"{_tensor_names(tensors.get(file, []), c)}: {problem}" for c, problem in found_problems]
+    if not problems:
+        problems = _problems_of_states(opened)
+    if len(problems) > _MAX_PROBLEMS:
+        problems[_MAX_PROBLEMS:] = [f"and {len(problems) - _MAX_PROBLEMS:,} further problems"]
     return VerifyReport(problems)
 
 
-def _check(path: Path, checked: CheckedRange) -> str:
-    """Read a range and compare its checksums; return the problem, or "" if there is none."""
-    hasher, memory = checked.hasher(), bytearray(sizes.CACHED_BYTES)
-    try:
-        fd = os.open(path, os.O_RDONLY)
+_Task = tuple[Path, list[CheckedRange]]
+
+
+def _tasks(opened: Opened) -> tuple[dict[Path, list[Entry]], list[_Task], list[str]]:
+    """Return the tensors of each file, the ranges to verify, and the problems of headers and checksum manifests."""
+    tensors: dict[Path, list[Entry]] = {}
+    tasks: list[_Task] = []
+    problems: list[str] = []
+    for name, size in opened.manifest["files"].items():
+        file = opened.paths.root / name
         try:
-            for at in range(checked.begin, checked.end, sizes.CACHED_BYTES):
-                part = memoryview(memory)[: checked.end - at]
-                read_into(fd, at, part)
-                hasher.update(part)
-        finally:
-            os.close(fd)
+            if name not in opened.manifest["checksums"]:
+                found = opened.checksums.covering(file, 0, size)
+                tasks += [(file, together) for together in _together(found)]
+                if found and found[-1].end != size:
+                    problems.append(f"the checksums of {file} cover {found[-1].end} bytes, but the file has {size}")
+            if file.suffix == ".safetensors":
+                tensors[file] = sorted(read_header(file).values(), key=lambda entry: entry.offset)
+        except CheckpointError as error:
+            if str(error) not in problems:  # a corrupt checksum manifest causes the same error for several files
+                problems.append(str(error))
+    return tensors, tasks, problems
+
+
+def _together(ranges: list[CheckedRange]) -> Iterator[list[CheckedRange]]:
+    """Yield successive ranges of a file in groups, so that small ranges do not open the file once each."""
+    group: list[CheckedRange] = []
+    for checked in ranges:
+        if group and checked.end - group[0].begin > sizes.BLOCK_BYTES:
+            yield group
+            group = []
+        group.append(checked)
+    if group:
+        yield group
+
+
+def _check(path: Path, together: list[CheckedRange]) -> list[tuple[CheckedRange, str]]:
+    """Read ranges of a file and compare their checksums; return the problem of each range that has one."""
+    found = []
+    memory = bytearray(sizes.CACHED_BYTES)
+    try:
+        with SourceFile(path) as file:
+            for checked in together:
+                try:
+                    if problem := _problem(file, checked, memory):
+                        found.append((checked, problem))
+                except OSError as error:
+                    found.append((checked, _unreadable(path, checked, error)))
     except OSError as error:
-        return f"bytes {checked.begin} to {checked.end} of {path} cannot be read: {error.strerror or error}"
-    return hasher.problem(path)
+        found = [(checked, _unreadable(path, checked, error)) for checked in together]
+    return found
+
+
+def _problem(file: SourceFile, checked: CheckedRange, memory: bytearray) -> str:
+    hasher = checked.hasher()
+    for at in range(checked.begin, checked.end, sizes.CACHED_BYTES):
+        part = memoryview(memory)[: checked.end - at]
+        file.read(partial(read_into, offset=at, memory=part))
+        hasher.update(part)
+    return hasher.problem(file.path)
+
+
+def _unreadable(path: Path, checked: CheckedRange, error: OSError) -> str:
+    return f"bytes {checked.begin} to {checked.end} of {path} cannot be read: {error.strerror or error}"
+
+
+def _problems_of_states(opened: Opened) -> list[str]:
+    """Return why the content of files whose bytes are right cannot be used."""
+    problems = []
+    paths = opened.paths
+    checks: list[Callable[[], object]] = [opened.state_of_run]
+    checks += [partial(opened.state_of_model, name) for name in models_in(opened.manifest)]
+    for name in opened.manifest["files"]:
+        file = paths.root / name
+        if file.parent == paths.state / RNG:
+            checks.append(partial(_check_rng, opened, file))
+        if file.name.endswith(".safetensors.index.json"):
+            checks.append(partial(read_index, file))
+    for check in checks:
+        try:
+            check()
+        except CheckpointError as error:
+            problems.append(str(error))
+    return problems
+
+
+def _check_rng(opened: Opened, file: Path) -> None:
+    check_rng(opened.read(file, RNG_BYTES), file)
 
 
 def _tensor_names(entries: list[Entry], checked: CheckedRange) -> str:
-    """Name the tensors that overlap a range, for an error text."""
-    names = [e.name for e in entries if e.offset < checked.end and checked.begin < e.offset + e.nbytes]
+    """Name the tensors that overlap a range, for an error text; ``entries`` are sorted by offset."""
+    first = bisect.bisect_right(entries, checked.begin, key=lambda entry: entry.offset + entry.nbytes)
+    last = bisect.bisect_left(entries, checked.end, key=lambda entry: entry.offset)
+    names = [entry.name for entry in entries[first:last] if entry.nbytes]
     if not names:
         return "a header" if entries else "a file"
     more = f" and {counted(len(names) - 1, 'other')}" if len(names) > 1 else ""

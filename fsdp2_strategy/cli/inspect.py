@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2_strategy.checkpoint.layout import models_in, read_checkpoint
-from fsdp2_strategy.checkpoint.paths import TRAINER_STATE, CheckpointPaths
+from fsdp2_strategy.checkpoint.paths import CheckpointPaths
 from fsdp2_strategy.checkpoint.reader import Opened, open_checkpoint
 from fsdp2_strategy.checkpoint.storage import stored_in
 from fsdp2_strategy.cli.found import components_in, newest_at
@@ -34,7 +34,7 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
     """
     path = newest_at(parsed.path, parsed.tag)
     opened = open_checkpoint(path)
-    state = opened.read_json(opened.paths.state / TRAINER_STATE)
+    state = opened.state_of_run()
     components = _components(opened)
     summary = _summary(path, opened.manifest, state)
     if models := models_in(opened.manifest):
@@ -64,7 +64,7 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
 
 def _of_model(opened: Opened, name: str) -> dict[str, Any]:
     """Return what a checkpoint has of one of several models, besides tensors."""
-    state = opened.read_json(opened.paths.of_model(name).state / TRAINER_STATE)
+    state = opened.state_of_model(name)
     optimizer = state.get("optimizer")
     return {
         "step": state["step"],

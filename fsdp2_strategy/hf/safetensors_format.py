@@ -20,7 +20,9 @@ from typing import Any
 
 import torch
 
-from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.errors import CheckpointError, DamageError, shown
+from fsdp2_strategy.hf.file_reads import SourceFile
+from fsdp2_strategy.hf.schema import InvalidError, parse_json, tensor_name
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -47,7 +49,11 @@ CONVERTED = {"format": "pt"}
 OWN_NAMES = {"format": "pt", "names": "model"}
 """Metadata of a header if names and layout are the model's own. Loads apply no conversions."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_MAX_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
+"""Maximum size of a header, including the 8 bytes of its length; that of the library safetensors."""
+_MAX_DIMS = 64
+"""Maximum number of dimensions of a tensor; that of torch."""
+_MAX_ELEMENTS = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,59 +87,89 @@ def read_header_and_metadata(path: Path) -> tuple[dict[str, Entry], dict[str, st
     Raises:
         CheckpointError: see `read_header`.
     """
-    header, start, size = _header_of(path)
-    metadata = header.pop("__metadata__", None)
-    entries = {name: _entry(path, name, facts, start) for name, facts in header.items()}
-    end = start
-    for entry in sorted(entries.values(), key=lambda entry: (entry.offset, entry.nbytes)):
-        if entry.offset != end:
-            raise _invalid(path, f"{entry.name} begins at byte {entry.offset}, but the tensor before it ends at {end}")
-        end = entry.offset + entry.nbytes
-    if end != size:
-        raise _invalid(path, f"it is {size} bytes long, but its header describes {end} bytes")
-    return entries, metadata if isinstance(metadata, dict) else {}
-
-
-def _header_of(path: Path) -> tuple[dict[str, Any], int, int]:
-    """Return a file's header, the offset of the first tensor, and the file's length."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            start = 8 + int.from_bytes(file.read(8), "little")
-            if not 10 <= start <= min(size, _MAX_HEADER_BYTES):
-                raise _invalid(path, f"its header would end at byte {start}, but the file has {size} bytes")
-            header = json.loads(file.read(start - 8), object_pairs_hook=_reject_duplicates)
+        with SourceFile(path) as file:
+            size = file.size
+            start = 8 + int.from_bytes(file.read(lambda fd: os.pread(fd, 8, 0)), "little")
+            _check_start(path, start, size)
+            content = bytearray(start - 8)
+            file.read(lambda fd: read_into(fd, 8, memoryview(content)))
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}. Add the file, or name another folder.") from error
-    except (ValueError, RecursionError) as error:
+        text = error.strerror or str(error)
+        raise CheckpointError(f"cannot read {path}: {text}. Add the file, or name another folder.") from error
+    return _parse(path, bytes(content), size)
+
+
+def tensors_in(content: bytes, path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the tensors and the metadata in the content of a file that was read from ``path``.
+
+    Raises:
+        DamageError: it is not the content of a safetensors file.
+    """
+    start = 8 + int.from_bytes(content[:8], "little")
+    try:
+        _check_start(path, start, len(content))
+        entries, metadata = _parse(path, content[8:start], len(content))
+    except CheckpointError as error:
+        raise DamageError(str(error)) from error
+    tensors = {}
+    for name, entry in entries.items():
+        tensors[name] = torch.empty(entry.shape, dtype=entry.dtype)
+        memory_of(tensors[name])[:] = memoryview(content)[entry.offset : entry.offset + entry.nbytes]
+    return tensors, metadata
+
+
+def _check_start(path: Path, start: int, size: int) -> None:
+    if not 10 <= start <= min(size, MAX_HEADER_BYTES):
+        raise _invalid(path, f"its header would end at byte {start}, but the file has {size} bytes")
+
+
+def _parse(path: Path, content: bytes, size: int) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Return the entries and the metadata of a header, which is ``content`` without the 8 bytes before it."""
+    start = 8 + len(content)
+    try:
+        header = parse_json(content)
+    except InvalidError as error:
         raise _invalid(path, f"its header is not valid JSON ({error})") from error
     if not isinstance(header, dict):
         raise _invalid(path, "its header is not a JSON object")
-    return header, start, size
-
-
-def _reject_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a name occurs twice")
-    return found
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise _invalid(path, f"the metadata in its header are {shown(metadata)}")
+    entries = {name: _entry(path, name, facts, start) for name, facts in header.items()}
+    end = start
+    for begin, stop, name in sorted((e.offset, e.offset + e.nbytes, name) for name, e in entries.items()):
+        if begin != end:
+            raise _invalid(path, f"{name} begins at byte {begin}, but the tensor before it ends at {end}")
+        end = stop
+    if end != size:
+        raise _invalid(path, f"it is {size} bytes long, but its header describes {end} bytes")
+    return entries, metadata
 
 
 def _entry(path: Path, name: str, facts: object, start: int) -> Entry:
+    try:
+        tensor_name(name)
+    except InvalidError as error:
+        raise _invalid(path, f"the name of a tensor {error}") from error
     if not isinstance(facts, dict) or facts.keys() != {"dtype", "shape", "data_offsets"}:
-        raise _invalid(path, f"the header's entry of {name} is {facts!r}")
+        raise _invalid(path, f"the header's entry of {name} is {shown(facts)}")
     dtype, shape, offsets = facts["dtype"], facts["shape"], facts["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CheckpointError(
-            f"cannot read {path}: {name} has the dtype {dtype!r}, expected one of {', '.join(DTYPES)}. Convert the "
-            "file, or load it with the library that wrote it."
+            f"cannot read {path}: {name} has the dtype {shown(dtype)}, expected one of {', '.join(DTYPES)}. Convert "
+            "the file, or load it with the library that wrote it."
         )
-    numbers = [*shape, *offsets] if isinstance(shape, list) and isinstance(offsets, list) else [-1]
-    if any(type(n) is not int or n < 0 for n in numbers) or len(offsets) != 2:
-        raise _invalid(path, f"the header's entry of {name} is {facts!r}")
+    if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2 or len(shape) > _MAX_DIMS:
+        raise _invalid(path, f"the header's entry of {name} is {shown(facts)}")
+    if any(type(n) is not int or not 0 <= n < 1 << 64 for n in (*shape, *offsets)):
+        raise _invalid(path, f"the header's entry of {name} is {shown(facts)}")
+    if math.prod(n for n in shape if n) > _MAX_ELEMENTS:
+        raise _invalid(path, f"{name} has the shape {shown(shape)}, which has too many elements")
     entry = Entry(name, path, start + offsets[0], DTYPES[dtype], tuple(shape))
     if entry.nbytes != offsets[1] - offsets[0]:
-        raise _invalid(path, f"{name} has {offsets[1] - offsets[0]} bytes, but its shape {shape} needs {entry.nbytes}")
+        needed = f"{offsets[1] - offsets[0]} bytes, but its shape {shown(shape)} needs {entry.nbytes}"
+        raise _invalid(path, f"{name} has {needed}")
     return entry
 
 

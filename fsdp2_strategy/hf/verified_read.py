@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,6 +29,7 @@ from fsdp2_strategy.distributed.process_group import current_device, is_rank_0, 
 from fsdp2_strategy.distributed.progress import Progress
 from fsdp2_strategy.errors import CheckpointError, DamageError, counted
 from fsdp2_strategy.hf.checksums import Block, CheckedRange, Checksums, Hasher
+from fsdp2_strategy.hf.file_reads import SourceFile
 from fsdp2_strategy.hf.regions import Computed, Piece, Region, sources_of, target_of, value_of
 from fsdp2_strategy.hf.safetensors_format import Entry, memory_of, read_into
 from fsdp2_strategy.model.boxes import Box
@@ -186,7 +186,7 @@ class Reader:
         self._progress = None if total_bytes is None else self._begin_progress(total_bytes)
         self._checksums = checksums
         self._checked: set[tuple[Path, int]] = set()
-        self._files: dict[Path, int] = {}
+        self._files: dict[Path, SourceFile] = {}
         self._scratch = threading.local()
         self._computed: tuple[Computed, torch.Tensor] | None = None
         self.bytes_read = 0
@@ -198,8 +198,8 @@ class Reader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for fd in self._files.values():
-            os.close(fd)
+        for file in self._files.values():
+            file.close()
         self._files.clear()
         self._computed = None
         if self._progress is not None:
@@ -316,9 +316,10 @@ class Reader:
     def _open(self, path: Path) -> None:
         if path not in self._files:
             try:
-                self._files[path] = os.open(path, os.O_RDONLY)
+                self._files[path] = SourceFile(path)
             except OSError as error:
-                raise CheckpointError(f"cannot read {path}: {error.strerror}. Check the folder.") from error
+                text = error.strerror or str(error)
+                raise CheckpointError(f"cannot read {path}: {text}. Check the folder.") from error
 
     @torch.no_grad()
     def _execute(self, read: _Read) -> None:
@@ -414,22 +415,22 @@ class Reader:
 
     def _read_bytes(self, path: Path, begin: int, memory: memoryview, hasher: Hasher | None) -> None:
         """Read bytes of a file, and hash them while they are in the processor's cache."""
-        fd = self._files[path]
+        file = self._files[path]
         if hasher is None:
-            read_into(fd, begin, memory)
+            _read_into(file, begin, memory)
         else:
             for at in range(0, len(memory), sizes.CACHED_BYTES):
                 part = memory[at : at + sizes.CACHED_BYTES]
-                read_into(fd, begin + at, part)
+                _read_into(file, begin + at, part)
                 hasher.update(part)
         with self._counting:
             self.bytes_read += len(memory)
 
     def _read_runs(self, path: Path, begin: int, stride: int, rows: torch.Tensor) -> None:
         """Fill rows of bytes, which are contiguous in memory, with runs of a file at equal distances."""
-        fd, memory, length = self._files[path], memory_of(rows), rows.shape[1]
+        file, memory, length = self._files[path], memory_of(rows), rows.shape[1]
         for number in range(len(rows)):
-            read_into(fd, begin + number * stride, memory[number * length : (number + 1) * length])
+            _read_into(file, begin + number * stride, memory[number * length : (number + 1) * length])
         with self._counting:
             self.bytes_read += len(memory)
 
@@ -440,6 +441,10 @@ class Reader:
             size = max(sizes.BLOCK_BYTES, nbytes)
             buffer = self._scratch.buffer = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
         return buffer[:nbytes]
+
+
+def _read_into(file: SourceFile, begin: int, memory: memoryview) -> None:
+    file.read(lambda fd: read_into(fd, begin, memory))
 
 
 def _by_block(reads: Iterable[_Read]) -> list[_Read]:

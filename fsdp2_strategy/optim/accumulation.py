@@ -18,7 +18,10 @@ would change the batch size silently, so this is an error. It names the two ways
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import ref
 
 from torch import nn
@@ -26,7 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.config.strategy_config import AccumulationRule
-from fsdp2_strategy.errors import StepError
+from fsdp2_strategy.errors import CheckpointError, StepError, shown
 from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.optim.step_sums import MicroBatchSums
@@ -44,6 +47,22 @@ class LossScale:
     good_steps: int = 0
     """Successive finite steps since the scale last changed."""
 
+    @classmethod
+    def of(cls, saved: Mapping[str, Any]) -> LossScale:
+        """Return the scale that a checkpoint has, in the form of ``asdict``.
+
+        Raises:
+            CheckpointError: the values are not those of a scale.
+        """
+        value, counts = saved.get("value"), [saved.get("interval"), saved.get("good_steps")]
+        is_scale = type(value) in (int, float) and value is not None and 0 < value < math.inf
+        if saved.keys() != {"value", "interval", "good_steps"} or not is_scale or not _are_counts(counts):
+            raise CheckpointError(
+                f"cannot restore the loss scale: it is {shown(saved)}, expected value, interval and good_steps. Load "
+                "another checkpoint."
+            )
+        return cls(**saved)
+
     def update(self, *, finite: bool) -> None:
         """Adapt the scale to one step; not collective: the gradient norm, and so the scale, is equal on all ranks."""
         self.good_steps = self.good_steps + 1 if finite else 0
@@ -51,6 +70,10 @@ class LossScale:
             self.value = max(self.value / 2, 1.0)
         elif self.good_steps == self.interval:
             self.value, self.good_steps = self.value * 2, 0
+
+
+def _are_counts(values: Sequence[object]) -> bool:
+    return all(type(value) is int and 0 <= value < 1 << 62 for value in values)
 
 
 @dataclass(frozen=True, kw_only=True)

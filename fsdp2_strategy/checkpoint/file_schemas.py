@@ -1,0 +1,235 @@
+"""Define the schema and the size limit of each JSON file of a checkpoint, and read a file according to both.
+
+Input: the path or the content of a file. Output: its value, or a `DamageError`. Keys that this version does not know
+may have any value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fsdp2_strategy.checkpoint.paths import is_model_name
+from fsdp2_strategy.errors import DamageError, shown
+from fsdp2_strategy.hf.checksums import ALGORITHM
+from fsdp2_strategy.hf.file_reads import read_file
+from fsdp2_strategy.hf.schema import (
+    InvalidError,
+    Schema,
+    file_name,
+    flag,
+    hexadecimal,
+    integer,
+    json_object,
+    list_of,
+    mapping,
+    number,
+    optional,
+    parse_json,
+    record,
+    tensor_name,
+    text,
+)
+
+MANIFEST_BYTES = 256 << 20
+"""Maximum size of a manifest: 4,096 ranks have about 12,000 files, which take 2 MB."""
+CHECKSUMS_BYTES = 512 << 20
+"""Maximum size of a checksum manifest: a block takes about 60 bytes, and 100,000 tensors have as many blocks."""
+STATE_BYTES = 1 << 30
+"""Maximum size of a ``trainer_state.json``."""
+RANK_FILE_BYTES = 16 << 30
+"""Maximum size of a rank's file with the state of its data loader."""
+
+MAX_SEQUENCE = 1 << 62
+"""Maximum sequence number of a checkpoint."""
+_MAX_BLOCK_BYTES = 1 << 28
+_OLD_BLOCK_BYTES = 16 << 20
+"""Maximum block size of old checksum manifests, which do not record it."""
+_MAX_RUNS = 1 << 16
+"""Maximum number of runs of a strided block: 16 MiB have 4,096 runs of at least 4 KiB."""
+_MEAN_BLOCK_BYTES = 8
+"""Minimum mean size of the blocks of a file: each belongs to a tensor, whose entry in the header alone is longer."""
+
+
+def _model_name(value: Any) -> None:
+    if not is_model_name(value) or len(value) > 255 or not value.isprintable():
+        raise InvalidError(f"is {shown(value)}, expected the name of a model")
+
+
+_ranks = integer(1, 1 << 32)
+MANIFEST = record(
+    {
+        "sequence": integer(0, MAX_SEQUENCE),
+        "tag": text(),
+        "step": integer(),
+        "protected": flag,
+        "metric": optional(number),
+        "higher_is_better": flag,
+        "files": mapping(file_name, integer()),
+        "checksums": mapping(file_name, hexadecimal, is_empty_allowed=False),
+    },
+    {
+        "shard_size": _ranks,
+        "models": mapping(_model_name, record({}, {"step": integer(), "shard_size": _ranks}), is_empty_allowed=False),
+    },
+)
+
+_CHECKSUMS = record({"algorithm": text(), "blocks": json_object}, {"block_bytes": integer(1, _MAX_BLOCK_BYTES)})
+
+_fingerprint = record({"dtype": text(), "exact": hexadecimal, "as_bfloat16": hexadecimal})
+_of_model: Mapping[str, Schema] = {
+    "step": integer(),
+    "scheduler": optional(json_object),
+    "optimizer": optional(
+        record(
+            {
+                "class": text(),
+                "settings": list_of(json_object),
+                "of_parameter": mapping(tensor_name, integer()),
+                "values": mapping(tensor_name, json_object),
+            }
+        )
+    ),
+}
+_may_be_missing: Mapping[str, Schema] = {
+    "loss_scale": optional(json_object),
+    "left_out": optional(
+        record(
+            {"weights": mapping(tensor_name, _fingerprint), "folders": mapping(tensor_name, text(4096))},
+            {"elements": integer(1, 1 << 24)},
+        )
+    ),
+}
+_of_run: Mapping[str, Schema] = {
+    "step": integer(),
+    "seed": integer(-(1 << 63), 1 << 64),
+    "world_size": _ranks,
+    "client_state": json_object,
+}
+_of_run_only: Mapping[str, Schema] = {
+    "data": optional(record({}, {"state": json_object, "ranks": _ranks})),
+    "versions": optional(mapping(text(), text())),
+}
+
+STATE_OF_RUN = record(_of_run, _of_run_only)
+"""The ``trainer_state.json`` of a checkpoint of several models."""
+STATE_OF_MODEL = record(_of_model, _may_be_missing)
+"""The ``trainer_state.json`` of one of several models."""
+STATE_OF_ONLY_MODEL = record({**_of_run, **_of_model}, {**_of_run_only, **_may_be_missing})
+"""The ``trainer_state.json`` of a checkpoint of one model."""
+
+
+def read_small_file(path: Path, max_bytes: int) -> bytes:
+    """Return the content of a file of a checkpoint; symbolic links are not followed.
+
+    Raises:
+        DamageError: the file cannot be read, is not a regular file, or is too large.
+    """
+    try:
+        return read_file(path, max_bytes)
+    except OSError as error:
+        raise damage(path, error.strerror or str(error)) from error
+    except MemoryError as error:
+        raise damage(path, "it does not fit into memory") from error
+
+
+def parse_state(content: bytes, path: Path, schema: Schema) -> dict[str, Any]:
+    """Return the value of a ``trainer_state.json``.
+
+    Args:
+        content: the content of the file.
+        path: the file, for messages.
+        schema: `STATE_OF_RUN`, `STATE_OF_MODEL` or `STATE_OF_ONLY_MODEL`.
+
+    Raises:
+        DamageError: the content does not fit the schema.
+    """
+    try:
+        state: dict[str, Any] = parse_json(content, schema)
+        _check_optimizer(state.get("optimizer"))
+        _check_data(state)
+    except InvalidError as error:
+        raise damage(path, f"its content is invalid: {error}") from error
+    return state
+
+
+def _check_optimizer(hyper: Mapping[str, Any] | None) -> None:
+    if hyper is None:
+        return
+    settings = hyper["settings"]
+    if any(index >= len(settings) for index in hyper["of_parameter"].values()):
+        raise InvalidError(f"has parameters whose settings are not among the {len(settings)} in the list")
+    if any("params" in group for group in settings):
+        raise InvalidError("has settings with the key 'params', expected only hyper-parameters")
+
+
+def _check_data(state: Mapping[str, Any]) -> None:
+    data = state.get("data")
+    if data is None:
+        return
+    if ("state" in data) == ("ranks" in data):
+        raise InvalidError("has a data position that is neither one state for all ranks, nor one per rank")
+    if "ranks" in data and state["world_size"] % data["ranks"]:
+        raise InvalidError(f"has data positions of {data['ranks']} ranks, which do not divide the number of ranks")
+
+
+def parse_checksums(content: bytes, path: Path, sizes_of_files: Mapping[str, int]) -> dict[str, Any]:
+    """Return the value of a checksum manifest.
+
+    Args:
+        content: the content of the file.
+        path: the file, for messages.
+        sizes_of_files: the files of the checkpoint and their sizes in bytes, by their names in the manifest.
+
+    Raises:
+        DamageError: the content does not fit the schema; or a block has an impossible place.
+    """
+    try:
+        listed: dict[str, Any] = parse_json(content, _CHECKSUMS)
+        if listed["algorithm"] != ALGORITHM:
+            raise InvalidError(f"has checksums of the kind {shown(listed['algorithm'])}, expected {ALGORITHM}")
+        for name, blocks in listed["blocks"].items():
+            if name not in sizes_of_files:
+                raise InvalidError(f"has blocks of {shown(name)}, which is not a file of the checkpoint")
+            _check_blocks(name, blocks, sizes_of_files[name], listed.get("block_bytes", _OLD_BLOCK_BYTES))
+    except InvalidError as error:
+        raise damage(path, f"its content is invalid: {error}") from error
+    return listed
+
+
+def _check_blocks(name: str, blocks: Any, size: int, max_bytes: int) -> None:
+    if not isinstance(blocks, list):
+        raise InvalidError(f"has blocks of {shown(name)} that are not a list")
+    most = size // _MEAN_BLOCK_BYTES + 16
+    if len(blocks) > most:
+        raise InvalidError(f"has {len(blocks):,} blocks of {shown(name)}, expected at most {most:,}")
+    for block in blocks:
+        problem = _problem_of_block(block, size, max_bytes) if isinstance(block, list) else "is not a list"
+        if problem:
+            raise InvalidError(f"has the block {shown(block)} of {shown(name)}, which {problem}")
+
+
+def _problem_of_block(block: list[Any], size: int, max_bytes: int) -> str:
+    if len(block) not in (3, 5):
+        return "does not have 3 or 5 entries"
+    begin, end, digest, *strided = block
+    if type(begin) is not int or type(end) is not int or not 0 <= begin < end <= size or end - begin > max_bytes:
+        return f"does not begin and end in the file's {size:,} bytes, with at most {max_bytes:,} bytes"
+    try:
+        hexadecimal(digest)
+    except InvalidError:
+        return "has no digest of 16 hexadecimal digits"
+    return _problem_of_runs(end - begin, *strided) if strided else ""
+
+
+def _problem_of_runs(length: int, run_bytes: Any, stride: Any) -> str:
+    if type(run_bytes) is not int or type(stride) is not int or not 0 < run_bytes <= stride:
+        return "has runs that are empty, or overlap"
+    runs, rest = divmod(length - run_bytes, stride)
+    return f"does not consist of at most {_MAX_RUNS:,} complete runs" if rest or not 0 <= runs < _MAX_RUNS else ""
+
+
+def damage(path: Path, problem: str) -> DamageError:
+    """Return an error for a file of a checkpoint that cannot be used."""
+    return DamageError(f"cannot read {path}: {problem}. Load another checkpoint.")

@@ -1,0 +1,214 @@
+"""Open and read regular files of bounded size, and repeat reads that fail for a transient reason.
+
+Input: paths of files that other programs may have written. Output: their content, or an OSError whose ``strerror`` says
+what is wrong with the file. This module does not import torch.
+
+[Note: transient errors] A network file system can fail a read that would succeed a moment later, for example with
+ESTALE after a failover of the server. Such a read is repeated, after the file was opened again. Each repetition is
+logged and counted. EIO is repeated only once per file, because it also means that a disk is failing.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+_T = TypeVar("_T")
+
+_logger = logging.getLogger("fsdp2_strategy")
+
+PAUSES = (0.1, 0.5, 2.0)
+"""Seconds before each repetition of a read."""
+_TRANSIENT = {errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT}
+
+
+def read_file(path: Path, max_bytes: int, *, follow_link: bool = False) -> bytes:
+    """Return the content of a regular file.
+
+    Args:
+        path: the file.
+        max_bytes: size limit; a larger file is not read.
+        follow_link: whether the last part of the path may be a symbolic link.
+
+    Raises:
+        OSError: the file cannot be read, is not a regular file, or is too large.
+    """
+    with SourceFile(path, follow_link=follow_link) as file:
+        if file.size > max_bytes:
+            text = f"it has {file.size:,} bytes, expected at most {max_bytes:,}"
+            raise OSError(errno.EFBIG, text, str(path))
+        return file.read(lambda fd: _content(fd, file.size))
+
+
+def size_of_file(path: Path) -> int:
+    """Return the size of a regular file in bytes; a symbolic link is followed.
+
+    Raises:
+        OSError: the file does not exist, or is not a regular file.
+    """
+    found = _Retries(path).run(path.stat)
+    _check_regular(path, found)
+    return found.st_size
+
+
+class SourceFile:
+    """A regular file that is open for reading; threads may share it. Use it in a ``with`` block, or call `close`.
+
+    Args:
+        path: the file.
+        follow_link: whether the last part of the path may be a symbolic link.
+
+    Raises:
+        OSError: the file cannot be opened, or is not a regular file.
+    """
+
+    def __init__(self, path: Path, *, follow_link: bool = True) -> None:
+        self.path = path
+        self._follow_link = follow_link
+        self._retries = _Retries(path)
+        self._lock = threading.Lock()
+        self._opened: list[int] = []
+        self._version: tuple[int, int] | None = None
+        self._retries.run(self._descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        for fd in self._opened:
+            os.close(fd)
+        self._opened.clear()
+
+    @property
+    def size(self) -> int:
+        """Size of the file in bytes."""
+        return self._version[0] if self._version else 0
+
+    def read(self, action: Callable[[int], _T]) -> _T:
+        """Call ``action`` with the file's descriptor, again after a transient error; see [Note: transient errors].
+
+        Raises:
+            OSError: the action failed for another reason, or failed too often.
+        """
+        failed: list[int] = []
+
+        def attempt() -> _T:
+            fd = self._descriptor(after=failed[-1] if failed else None)
+            failed.append(fd)
+            return action(fd)
+
+        return self._retries.run(attempt)
+
+    def _descriptor(self, after: int | None = None) -> int:
+        """Return the open descriptor; open the file first, and again if ``after`` is the present one, which failed."""
+        with self._lock:
+            if not self._opened or self._opened[-1] == after:
+                fd, found = _open_regular(self.path, follow_link=self._follow_link)
+                version = (found.st_size, found.st_mtime_ns)
+                if self._version not in (None, version):
+                    os.close(fd)
+                    raise OSError(errno.EINVAL, "it was replaced while it was read", str(self.path))
+                self._version = version
+                self._opened.append(fd)  # other threads may still read from the descriptors before it
+            return self._opened[-1]
+
+
+def read_repeats() -> int:
+    """Return how often this process has repeated a read since it started."""
+    return _Retries.total
+
+
+class _Retries:
+    """The repeated reads of one file; see [Note: transient errors]."""
+
+    total = 0
+    _lock = threading.Lock()
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._has_repeated_eio = False
+
+    def run(self, attempt: Callable[[], _T]) -> _T:
+        """Call ``attempt``, again after a transient error.
+
+        Raises:
+            OSError: it failed for another reason, or failed too often.
+        """
+        for number, pause in enumerate(PAUSES, 1):
+            try:
+                return attempt()
+            except OSError as error:
+                if not self._may_repeat(error.errno):
+                    raise
+                text = "reading %s failed with %s (%s): reading it again (%d of at most %d times)"
+                name, most = errno.errorcode.get(error.errno or 0, "an error"), len(PAUSES)
+                _logger.warning(text, self._path, name, error.strerror, number, 1 if error.errno == errno.EIO else most)
+                time.sleep(pause)
+        return attempt()
+
+    def _may_repeat(self, number: int | None) -> bool:
+        with _Retries._lock:
+            if number == errno.EIO and not self._has_repeated_eio:
+                self._has_repeated_eio = True
+            elif number not in _TRANSIENT:
+                return False
+            _Retries.total += 1
+            return True
+
+
+def _open_regular(path: Path, *, follow_link: bool) -> tuple[int, os.stat_result]:
+    # Without O_NONBLOCK, opening a named pipe waits for a writer.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow_link else os.O_NOFOLLOW)
+    try:
+        fd = os.open(path, flags)
+    except OSError as error:
+        if error.errno == errno.ELOOP and not follow_link:
+            text = "it is a symbolic link, expected a regular file"
+            raise OSError(errno.ELOOP, text, str(path)) from error
+        raise
+    try:
+        found = os.fstat(fd)
+        _check_regular(path, found)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd, found
+
+
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def _check_regular(path: Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "a special file")
+        raise OSError(errno.EINVAL, f"it is {kind}, expected a regular file", str(path))
+
+
+def _content(fd: int, size: int) -> bytes:
+    """Return the first ``size`` bytes of a file, or fewer if the file has become shorter."""
+    parts: list[bytes] = []
+    at = 0
+    while at < size and (part := os.pread(fd, min(size - at, 1 << 30), at)):
+        parts.append(part)
+        at += len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
