@@ -26,7 +26,6 @@ from fsdp2_strategy.distributed.process_group import is_rank_0
 from fsdp2_strategy.errors import ArgumentError, CheckpointError, counted, did_you_mean, size_text
 from fsdp2_strategy.hf.output_files import (
     File,
-    check_free_space,
     check_shared_folder,
     create_files,
     files_for,
@@ -314,8 +313,7 @@ def _create(name: str, staged: StagedFolder, files: Sequence[File]) -> None:
     """Create the hidden subfolder and its files; collective."""
     with all_or_none(f"export {name}", CheckpointError):
         if is_rank_0():
-            staged.create()
-            check_free_space(staged.folder, sum(file.nbytes for file in files))
+            staged.create(sum(file.nbytes for file in files))
             for folder in {file.path.parent for file in files}:
                 folder.mkdir(exist_ok=True)
             create_files(files)

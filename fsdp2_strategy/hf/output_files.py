@@ -10,7 +10,6 @@ import copy
 import json
 import math
 import os
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -99,20 +98,6 @@ def index_of(files: Sequence[File]) -> dict[str, Any]:
         },
         "weight_map": {name: file.name for name, _, file in sorted(entries, key=lambda e: e[0])},
     }
-
-
-def check_free_space(folder: Path, needed_bytes: int) -> None:
-    """Raise if the files do not fit on the disk; one rank calls it before the files are created.
-
-    Raises:
-        CheckpointError: fewer than ``needed_bytes`` are free.
-    """
-    free = shutil.disk_usage(folder).free
-    if needed_bytes > free:
-        raise CheckpointError(
-            f"cannot save: the files need {needed_bytes / 1e9:.3f} GB, {folder} has {free / 1e9:.3f} GB free. Free "
-            "space on the disk; earlier files are deleted only after the new ones are complete."
-        )
 
 
 def create_files(files: Iterable[File]) -> None:

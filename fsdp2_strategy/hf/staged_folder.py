@@ -85,17 +85,25 @@ class StagedFolder:
             os.close(self._lock)
             self._lock = None
 
-    def create(self) -> None:
+    def create(self, needed_bytes: int = 0) -> None:
         """Create the folder and the hidden subfolder; finish or undo a switch that was killed.
 
+        Args:
+            needed_bytes: size of the files that will be created.
+
         Raises:
-            CheckpointError: another process exports to the folder.
+            CheckpointError: another process exports to the folder, or fewer than ``needed_bytes`` are free.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = _acquire(self.folder)
         self._is_created = True
-        _finish(self.folder)
-        self.path.mkdir()
+        try:
+            _finish(self.folder)
+            check_free_space(self.folder, needed_bytes)
+            self.path.mkdir()
+        except (OSError, CheckpointError):
+            self._clean_up()
+            raise
 
     def is_empty(self) -> bool:
         """Return whether the folder has no files except those of this export."""
@@ -172,6 +180,20 @@ class StagedFolder:
         for name in sorted(new, key=lambda name: name in entry_points):
             (self.path / name).replace(self.folder / name)
         fsync(self.folder)
+
+
+def check_free_space(folder: Path, needed_bytes: int) -> None:
+    """Raise if the files do not fit on the disk; one rank calls it before the files are created.
+
+    Raises:
+        CheckpointError: fewer than ``needed_bytes`` are free.
+    """
+    free = shutil.disk_usage(folder).free
+    if needed_bytes > free:
+        raise CheckpointError(
+            f"cannot save: the files need {needed_bytes / 1e9:.3f} GB, {folder} has {free / 1e9:.3f} GB free. Free "
+            "space on the disk; earlier files are deleted only after the new ones are complete."
+        )
 
 
 def _acquire(folder: Path) -> int | None:
