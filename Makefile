@@ -3,6 +3,7 @@
 # make lint       the static checks alone    make robot  a robot that learns, killed and resumed
 # make docs       the docs site, runs/site
 # make bench      the benchmarks             make gpu    tests and benchmarks of one accelerator
+# make soak       kills at random moments, until benchmarks/results/kills.json has KILLS of them; can be stopped
 # make big        runs of a real size, 16 GB
 # make dist       the files of a release, for a package index
 # make sweep      tests on all model types of transformers and all tutorials, longer than CI has time for
@@ -18,7 +19,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: test test-full docs test-matrix lowest sweep peers suites big demo grpo robot lint bench gpu dist format clean
+.PHONY: test test-full docs test-matrix lowest sweep peers suites big soak demo grpo robot lint bench gpu dist format clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -65,6 +66,11 @@ sweep: .venv/installed
 
 big: .venv/installed
 	$(BIN)/python -m pytest -m big tests/test_big.py
+
+KILLS ?= 1000
+
+soak: .venv/installed
+	PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(BIN)/python -m helpers.soak --kills $(KILLS)
 
 # LeRobot's package needs Python 3.12 and other versions of torch and transformers than .venv has. VITRA's code runs
 # there, too, also with the versions of transformers that it was written for and that are newer. LightRFT's code runs in

@@ -95,6 +95,42 @@ def test_an_export_of_a_directory_is_that_of_its_newest_checkpoint(ckpts, tmp_pa
     assert run(capsys, "export", ckpts, tmp_path / "first", "--tag", "global_step1")[0] == 0
 
 
+def change(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_an_export_compares_every_file_that_it_copies_with_its_checksum(ckpts, tmp_path, capsys):
+    model = ckpts / "same/model"
+    (model / "README.md").write_text("added by a person")
+    for number, name in enumerate(("config.json", "generation_config.json", "model.safetensors")):
+        kept = (model / name).read_bytes()
+        change(model / name)
+        status, _, error = run(capsys, "export", ckpts, tmp_path / f"out{number}")
+        assert status == 2 and str(model / name) in error and "corrupt" in error
+        assert list((tmp_path / f"out{number}").iterdir()) == []
+        (model / name).write_bytes(kept)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"rms_norm_eps": config["rms_norm_eps"] * 2}))
+    assert run(capsys, "export", ckpts, tmp_path / "out")[0] == 2
+    (model / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    assert run(capsys, "export", ckpts, tmp_path / "out")[0] == 0
+    assert json.loads((tmp_path / "out/config.json").read_text()) == config
+    assert not (tmp_path / "out/README.md").exists(), "the manifest does not list it"
+
+
+@pytest.mark.parametrize("command", ["inspect", "diff", "export"])
+def test_names_of_tensors_that_were_exchanged_are_corruption(ckpts, tmp_path, capsys, command):
+    path = ckpts / "same/model/model.safetensors"
+    content = path.read_bytes()
+    swapped = content.replace(b"q_proj", b"_____1").replace(b"o_proj", b"q_proj").replace(b"_____1", b"o_proj")
+    path.write_bytes(swapped)
+    extra = {"export": [tmp_path / "out"], "diff": [ckpts / "global_step1"], "inspect": []}[command]
+    status, _, error = run(capsys, command, ckpts, *extra)
+    assert swapped != content and status == 2 and "corrupt" in error
+
+
 @pytest.mark.parametrize("command", ["ls", "verify", "inspect", "export"])
 def test_without_a_checkpoint_every_command_says_what_there_is(ckpts, tmp_path, capsys, command):
     extra = [tmp_path / "out"] if command == "export" else []

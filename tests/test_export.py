@@ -351,31 +351,6 @@ def test_a_write_that_fails_on_one_rank_is_an_error_on_both_and_the_earlier_expo
 
 
 @pytest.mark.ranks(2)
-def test_a_failed_renaming_leaves_no_mix_of_two_exports_that_loads(tmp_path):
-    model = shard_model(build("llama"), bf16=False)
-    save_model(model, None, tmp_path, max_shard_size="20KB")
-    patch = pytest.MonkeyPatch()
-    renames = []
-
-    def rename(self, target):
-        renames.append(target)
-        if len(renames) == 3:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        os.replace(self, target)  # noqa: PTH105  it stands in for Path.rename
-
-    patch.setattr(Path, "rename", rename)
-    with pytest.raises(CheckpointError, match="Input/output error"):
-        save_model(model, None, tmp_path, max_shard_size="20KB")
-    patch.undo()
-    dist.barrier()
-    with pytest.raises(OSError, match="no file named"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
-    dist.barrier()
-    save_model(model, None, tmp_path, max_shard_size="20KB")
-    AutoModelForCausalLM.from_pretrained(tmp_path)
-
-
-@pytest.mark.ranks(2)
 def test_a_full_disk_is_an_error_on_both_ranks_before_anybody_writes(tmp_path):
     model = shard_model(build("llama"), bf16=False)
     almost_full = shutil.disk_usage(tmp_path)._replace(free=1000)
@@ -397,7 +372,7 @@ def test_a_full_disk_while_writing_is_an_error_on_both_ranks(tmp_path):
     model = shard_model(build("llama"), bf16=False)
     with (
         patch.object(write, "write_from", write_from),
-        pytest.raises(CheckpointError, match=r"rank 1: .*No space left on device: '.*safetensors.partial'"),
+        pytest.raises(CheckpointError, match=r"rank 1: .*No space left on device: '.*export.partial/.*safetensors'"),
     ):
         save_model(model, None, tmp_path)
     assert not list(tmp_path.glob("*.safetensors"))

@@ -24,9 +24,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2_strategy.checkpoint.file_schemas import STATE_BYTES
 from fsdp2_strategy.checkpoint.gathered_policy import gathered_policy, save_with_own_method
 from fsdp2_strategy.checkpoint.load_options import NOT_STRICT
 from fsdp2_strategy.checkpoint.paths import MODEL, TRAINABLE, WRAPPER, CheckpointPaths
+from fsdp2_strategy.checkpoint.reader import opened_around
 from fsdp2_strategy.checkpoint.storage import Component, LoadTargets, stored_in, targets_by_name
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.log import log
@@ -232,7 +234,10 @@ class SidecarFiles:
     def write(self, tokenizer: Any) -> None:
         """Write the sidecar files: configurations, adapter and policy files, tokenizer; one rank calls it.
 
-        Without ``tokenizer``, the tokenizer files are copied from ``source``.
+        Without ``tokenizer``, the tokenizer files are copied from ``source``, and verified if it is in a checkpoint.
+
+        Raises:
+            DamageError: a tokenizer file of that checkpoint does not match its checksum.
         """
         if self.also_in is not None:
             replace(self, folder=self.also_in, also_in=None).write(tokenizer)
@@ -253,8 +258,11 @@ class SidecarFiles:
         if tokenizer is not None:
             tokenizer.save_pretrained(self.folder)
         elif self.source is not None:
-            for name in _TOKENIZER_FILES:
-                for file in self.source.glob(name):
+            opened = opened_around(self.source)
+            for file in {file for name in _TOKENIZER_FILES for file in self.source.glob(name) if file.is_file()}:
+                if opened is not None and opened.lists(file):
+                    (self.folder / file.name).write_bytes(opened.read(file, STATE_BYTES))
+                else:
                     shutil.copyfile(file, self.folder / file.name)
 
 

@@ -51,7 +51,7 @@ from fsdp2_strategy.distributed.process_group import group_in_use
 from fsdp2_strategy.distributed.torch_internals import local_of
 from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.conversions import renames
-from fsdp2_strategy.hf.copy_folder import NewFolder
+from fsdp2_strategy.hf.copy_folder import NewFolder, sidecars_in
 from fsdp2_strategy.hf.transformers_models import outermost_models
 from fsdp2_strategy.model.failed_loads import unusable_unless_done
 from fsdp2_strategy.model.gradients import clear_gradients
@@ -249,7 +249,7 @@ def export_foreign(foreign: Foreign, output: Path, dtype: torch.dtype | None, si
                 stored.read(batch)
                 folder.write(batch)
                 batch = {}
-        folder.finish(sidecar_folder)
+        folder.finish(sidecars_in(sidecar_folder) if sidecar_folder else [])
 
 
 def _open_model(root: nn.Module, foreign: Foreign) -> tuple[ForeignTensors, dict[str, str]]:

@@ -55,6 +55,10 @@ class Opened:
     manifest: dict[str, Any]
     checksums: Checksums
 
+    def lists(self, path: Path) -> bool:
+        """Return whether a file is one of the checkpoint's, and not one that was added to its directory."""
+        return path.is_relative_to(self.paths.root) and self.paths.name_of(path) in self.manifest["files"]
+
     def read(self, path: Path, max_bytes: int) -> bytes:
         """Read a small file, and verify its checksums.
 
@@ -176,6 +180,19 @@ def open_checkpoint(path: Path, manifest: Mapping[str, Any] | None = None, *, ra
     shard_size = manifest.get("shard_size", len(manifest["checksums"]))
     paths = CheckpointPaths.found_in(path)
     return Opened(paths, manifest, Checksums(_ChecksumManifests(paths, manifest, shard_size, rank)))
+
+
+def opened_around(folder: Path) -> Opened | None:
+    """Open the checkpoint that a folder belongs to, such as ``model/``; None if it belongs to none; not collective.
+
+    Raises:
+        DamageError: see `check_structure`.
+    """
+    folder = folder.absolute()
+    for root in (folder, folder.parent, folder.parent.parent):  # the layout of Trainer, the others, several models
+        if CheckpointPaths.found_in(root).manifest.exists():
+            return open_checkpoint(root)
+    return None
 
 
 @dataclass

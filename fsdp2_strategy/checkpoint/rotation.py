@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fsdp2_strategy.checkpoint.layout import Checkpoint
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.hf.output_files import check_free_space
+from fsdp2_strategy.hf.staged_folder import check_free_space
 
 GB = 10**9
 

@@ -35,6 +35,8 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
         DamageError: a checkpoint is corrupt.
     """
     a, b = (open_checkpoint(newest_at(path)) for path in (parsed.a, parsed.b))
+    a.check_headers()
+    b.check_headers()
     tensors_a, tensors_b = _tensors(a), _tensors(b)
     equal = differing = 0
     shared = [name for name in tensors_a if name in tensors_b]

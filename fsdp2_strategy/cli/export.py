@@ -40,7 +40,15 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
         opened = open_checkpoint(path)
         paths = _paths_of_model(opened, parsed.model)
         _check_exportable(paths)
-        copy_folder(paths.model, parsed.output, dtype, opened.checksums, progress=output.shows_progress)
+        opened.check_headers()
+        copy_folder(
+            paths.model,
+            parsed.output,
+            dtype,
+            opened.checksums,
+            listed={opened.paths.root / name for name in opened.manifest["files"]},
+            progress=output.shows_progress,
+        )
     else:
         foreign = find_foreign(parsed.path if parsed.tag is None else parsed.path / parsed.tag, trust=parsed.trust)
         if foreign is None:

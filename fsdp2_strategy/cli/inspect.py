@@ -34,6 +34,7 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
     """
     path = newest_at(parsed.path, parsed.tag)
     opened = open_checkpoint(path)
+    opened.check_headers()
     state = opened.state_of_run()
     components = _components(opened)
     summary = _summary(path, opened.manifest, state)

@@ -1,15 +1,18 @@
 """Copy tensors to a new Hugging Face folder in one process, with bounded memory; verify checksums and cast.
 
 Input: a folder of safetensors files, or tensors by name. Output: a folder, whose floating-point tensors are cast if a
-dtype is given.
+dtype is given. Its files get their names all at once, when they are complete: [Note: staged folder] in `staged_folder`.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -17,11 +20,13 @@ from typing import Self
 import torch
 
 from fsdp2_strategy import sizes
-from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.distributed.log import log
+from fsdp2_strategy.errors import CheckpointError, DamageError
 from fsdp2_strategy.hf.checksums import Checksums
-from fsdp2_strategy.hf.output_files import create_files, files_for, publish
+from fsdp2_strategy.hf.output_files import create_files, files_for, write_index
 from fsdp2_strategy.hf.regions import Region
-from fsdp2_strategy.hf.safetensors_format import CONVERTED, Entry, read_header_and_metadata
+from fsdp2_strategy.hf.safetensors_format import CONVERTED, Entry, read_header_and_metadata, read_into
+from fsdp2_strategy.hf.staged_folder import StagedFolder
 from fsdp2_strategy.hf.verified_read import Reader, ReadRequest
 from fsdp2_strategy.hf.weights_folder import CONFIG
 from fsdp2_strategy.hf.write import WriteRequest, force_to_disk, write_all
@@ -30,17 +35,17 @@ _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth"}
 
 
 class NewFolder:
-    """A new folder of safetensors files, which a ``with`` block fills; `finish` gives the files their final names.
+    """A new folder of safetensors files, which a ``with`` block fills; `finish` gives the files their names.
 
     Args:
-        output: the new folder; it must be missing or empty.
+        output: the new folder; it must be missing or empty, or have only what an export that was killed left.
         described: shape and dtype of each tensor.
         dtype: dtype of floating-point tensors in the files; by default unchanged.
         max_bytes: the limit, in bytes of tensors per file; by default 5 GB.
         metadata: metadata of the headers.
 
     Raises:
-        CheckpointError: the output is not empty.
+        CheckpointError: the output is not empty, or another export writes to it.
     """
 
     def __init__(
@@ -51,44 +56,65 @@ class NewFolder:
         max_bytes: int | None = None,
         metadata: Mapping[str, str] = CONVERTED,
     ) -> None:
-        if output.exists() and any(output.iterdir()):
-            raise CheckpointError(f"cannot export: {output} is not empty, expected a new folder. Name another folder.")
-        self._output, self._dtype = output, dtype
+        self._staged, self._dtype = StagedFolder(output), dtype
         regions = {
             name: Region.of(name, shape, dtype if dtype and stored.is_floating_point else stored)
             for name, (shape, stored) in sorted(described.items())
         }
-        max_bytes = max_bytes or sizes.FILE_BYTES
-        self._files = files_for(output, "model", regions, max_bytes, partial=True, metadata=metadata)
+        self._files = files_for(self._staged.path, "model", regions, max_bytes or sizes.FILE_BYTES, metadata=metadata)
         self.entries = {name: entry for file in self._files for name, entry in file.entries.items()}
-        output.mkdir(parents=True, exist_ok=True)
 
     def __enter__(self) -> Self:
-        create_files(self._files)
+        with ExitStack() as on_error:
+            on_error.enter_context(self._staged)
+            self._staged.create()
+            if not self._staged.is_empty():
+                raise CheckpointError(
+                    f"cannot export: {self._staged.folder} is not empty, expected a new folder. Name another folder."
+                )
+            create_files(self._files)
+            on_error.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for file in self._files:  # exists only if `finish` did not rename the file
-            file.path.unlink(missing_ok=True)
+        self._staged.__exit__(kind, error, trace)
 
     def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write full tensors to the files."""
         write_all([WriteRequest(self.entries[name], tuple((0, n) for n in t.shape), t) for name, t in tensors.items()])
 
-    def finish(self, sidecars_from: Path | None) -> None:
-        """Copy a folder's sidecar files, set the dtype in the configuration, and give the files their final names."""
+    def finish(self, sidecars: Collection[Path], checksums: Checksums | None = None) -> None:
+        """Copy sidecar files, set the dtype in the configuration, and give all files their names.
+
+        Args:
+            sidecars: the files to copy.
+            checksums: their checksums; None to copy without verification.
+
+        Raises:
+            DamageError: bytes do not match their checksum.
+        """
+        folder = self._staged.path
         force_to_disk([file.path for file in self._files])
-        for path in sidecars_from.iterdir() if sidecars_from else ():
-            if path.is_file() and path.suffix not in _WEIGHTS and not path.name.endswith(".index.json"):
-                shutil.copyfile(path, self._output / path.name)
-        if self._dtype is not None and (self._output / CONFIG).is_file():
-            config = json.loads((self._output / CONFIG).read_text())
+        for path in sidecars:
+            _copy_file(path, folder / path.name, checksums)
+        if self._dtype is not None and (folder / CONFIG).is_file():
+            config = json.loads((folder / CONFIG).read_text())
             if "dtype" in config or "model_type" in config:  # a LeRobot configuration may have neither
                 config["dtype"] = str(self._dtype).removeprefix("torch.")
-                (self._output / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        publish(self._output, self._files)
+                (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        write_index(folder, self._files)
+        self._staged.publish()
+
+
+def sidecars_in(folder: Path) -> list[Path]:
+    """Return the files of a folder except weights and their indexes, sorted."""
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if path.is_file() and path.suffix not in _WEIGHTS and not path.name.endswith(".index.json")
+    )
 
 
 def copy_folder(
@@ -97,6 +123,7 @@ def copy_folder(
     dtype: torch.dtype | None,
     checksums: Checksums | None = None,
     *,
+    listed: Collection[Path] | None = None,
     progress: bool = True,
 ) -> None:
     """Copy the weights and sidecar files of a folder, without its subfolders; not collective.
@@ -108,6 +135,8 @@ def copy_folder(
         output: the new folder; it must be missing or empty.
         dtype: dtype of floating-point tensors in the copy; by default unchanged.
         checksums: checksums of the source's files; by default nothing is verified.
+        listed: the files that have checksums; others are left out, and a warning names them. By default, all are
+            copied.
         progress: show the progress; see `Progress`.
 
     Raises:
@@ -115,6 +144,19 @@ def copy_folder(
         DamageError: bytes do not match their checksum.
     """
     weights = sorted(source.glob("model*.safetensors"))
+    sidecars = [*sidecars_in(source), *sorted(set(source.glob("*.safetensors")) - set(weights))]
+    if listed is not None:
+        unlisted = [path for path in (*weights, *sidecars) if path not in listed]
+        weights = [path for path in weights if path in listed]
+        sidecars = [path for path in sidecars if path in listed]
+        if unlisted:
+            names = ", ".join(path.name for path in unlisted)
+            log(
+                "not copied from %s: %s. The checkpoint has no checksums of these files.",
+                source,
+                names,
+                level=logging.WARNING,
+            )
     headers = [read_header_and_metadata(path) for path in weights]
     entries = {name: entry for stored, _ in headers for name, entry in stored.items()}
     described = {name: (entry.shape, entry.dtype) for name, entry in entries.items()}
@@ -127,9 +169,32 @@ def copy_folder(
     ):
         for name, entry in folder.entries.items():
             _copy(reader, entries[name], entry)
-        folder.finish(source)
-        for path in set(source.glob("*.safetensors")) - set(weights):  # for example those of a processor
-            shutil.copyfile(path, output / path.name)
+        folder.finish(sidecars, checksums)
+
+
+def _copy_file(source: Path, target: Path, checksums: Checksums | None) -> None:
+    """Copy a file, and verify the bytes that are copied.
+
+    Raises:
+        DamageError: the file cannot be read, or bytes do not match their checksum.
+    """
+    if checksums is None:
+        shutil.copyfile(source, target)
+        return
+    try:
+        fd = os.open(source, os.O_RDONLY)
+        try:
+            size = os.fstat(fd).st_size
+            with target.open("wb") as copy:
+                for checked in checksums.covering(source, 0, size):
+                    content = bytearray(checked.end - checked.begin)
+                    read_into(fd, checked.begin, memoryview(content))
+                    checked.check(memoryview(content), source, source.name)
+                    copy.write(content)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise DamageError(f"cannot read {source}: {error.strerror or error}. Load another checkpoint.") from error
 
 
 def _copy(reader: Reader, source: Entry, target: Entry) -> None:

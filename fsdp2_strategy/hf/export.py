@@ -2,8 +2,9 @@
 
 Input: a model, sharded or not, and a tokenizer or processor. Output: a folder that ``from_pretrained`` loads.
 
-Every rank computes the same names and offsets. Rank 0 creates the files under temporary names, which no load finds.
-All ranks write and fsync them. Rank 0 renames them, and writes the index, configuration and tokenizer.
+Every rank computes the same names and offsets. Rank 0 creates the files in a hidden subfolder. All ranks write and
+fsync them. Rank 0 adds the index, configuration and tokenizer, and then replaces the files of an earlier export all at
+once; see [Note: staged folder] in `staged_folder`.
 """
 
 from __future__ import annotations
@@ -25,12 +26,11 @@ from fsdp2_strategy.distributed.process_group import is_rank_0
 from fsdp2_strategy.errors import ArgumentError, CheckpointError, counted, did_you_mean, size_text
 from fsdp2_strategy.hf.output_files import (
     File,
-    check_free_space,
     check_shared_folder,
     create_files,
     files_for,
-    publish,
     write_configuration,
+    write_index,
 )
 from fsdp2_strategy.hf.peft.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterFiles
 from fsdp2_strategy.hf.peft.merge import Merged, without_adapters
@@ -46,6 +46,7 @@ from fsdp2_strategy.hf.save_plan import (
     write_requests,
 )
 from fsdp2_strategy.hf.skeleton import meta_skeleton
+from fsdp2_strategy.hf.staged_folder import StagedFolder
 from fsdp2_strategy.hf.tokenizers import check_tokenizer
 from fsdp2_strategy.hf.transformers_models import is_transformers_model
 from fsdp2_strategy.hf.write import force_to_disk, write_all
@@ -56,6 +57,9 @@ from fsdp2_strategy.model.wrappers import unwrap_model
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+WriteFiles = Callable[[Path], None]
+"""Writes further files of an export to a folder; called on rank 0."""
+
 _KNOWN = ["push_to_hub", "variant", "save_original_format", "is_main_process", "safe_serialization"]
 _KNOWN += ["repo_id", "commit_message", "token", "private", "create_pr", "revision"]
 
@@ -97,18 +101,62 @@ def save_model(
     Raises:
         ArgumentError: on every rank: ``output_dir`` is missing or not a path, or the model is not an nn.Module.
         CheckpointError: on every rank: a file cannot be written, the model has no values, an argument is unknown,
-            adapters cannot be merged, or from_pretrained would not restore the weights. An earlier export stays intact
-            until all new weights are on disk. If replacing it fails, the folder never loads as a mix of old and new
-            weights.
+            adapters cannot be merged, from_pretrained would not restore the weights, or another export to the folder
+            is running. An earlier export stays intact until all new files are on disk; then all of its files are
+            replaced at once.
+    """
+    save_with_further_files(
+        model,
+        tokenizer,
+        output_dir,
+        None,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        merge_adapters=merge_adapters,
+        **kwargs,
+    )
+
+
+@collective
+@on_model_ranks
+def save_with_further_files(
+    model: nn.Module,
+    tokenizer: Any,
+    output_dir: str | Path | None,
+    further: WriteFiles | None,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    merge_adapters: bool = True,
+    **kwargs: Any,
+) -> None:
+    """Write a model as `save_model` does, and further files that belong to the same export; collective.
+
+    Args:
+        model: see `save_model`, also for the other arguments and the errors.
+        tokenizer: tokenizer or processor, or None.
+        output_dir: the folder.
+        further: writes the files; None for none.
+        dtype: dtype of floating-point parameters.
+        max_shard_size: maximum size of a file.
+        merge_adapters: write a peft model as its base model.
+        **kwargs: arguments of ``save_pretrained``.
     """
     with all_or_none("export", ArgumentError):
         _check_output_dir(tokenizer, output_dir)
     assert output_dir is not None
     if not merge_adapters:
-        save_adapters(model, tokenizer, output_dir, dtype=dtype, **kwargs)
+        save_adapters(model, tokenizer, output_dir, dtype=dtype, further=further, **kwargs)
     else:
         save_all_weights(
-            model, tokenizer, output_dir, without_adapters, dtype=dtype, max_shard_size=max_shard_size, kwargs=kwargs
+            model,
+            tokenizer,
+            output_dir,
+            without_adapters,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            kwargs=kwargs,
+            further=further,
         )
 
 
@@ -121,6 +169,7 @@ def save_all_weights(
     dtype: torch.dtype | None,
     max_shard_size: int | str,
     kwargs: Mapping[str, Any],
+    further: WriteFiles | None = None,
 ) -> None:
     """Write all weights of a model as `save_model` does; collective.
 
@@ -132,13 +181,14 @@ def save_all_weights(
         dtype: dtype of floating-point parameters.
         max_shard_size: maximum size of a file.
         kwargs: arguments of ``save_pretrained``.
+        further: writes further files of the same export; None for none.
     """
     with all_or_none("export", CheckpointError):
         root = unwrap_model(model)
         check_usable(root)
         check_tokenizer(root, tokenizer)
         name = class_name(root)
-        folder = Path(output_dir)
+        staged = StagedFolder(Path(output_dir))
         _check_arguments(kwargs)
         suffix = f".{kwargs['variant']}" if kwargs.get("variant") else ""
         reshard(root)
@@ -149,24 +199,27 @@ def save_all_weights(
         max_bytes = _in_bytes(max_shard_size)
         if not is_transformers_model(skeleton):
             max_bytes = sys.maxsize
-        files = files_for(folder, f"model{suffix}", regions, max_bytes, partial=True)
+        files = files_for(staged.path, f"model{suffix}", regions, max_bytes)
     names_and_headers = [(file.name, file.header) for file in files]
     fix = "the same model and arguments on all ranks. Pass the same everywhere."
     check_equal(f"export {name}", names_and_headers, CheckpointError, fix)
     if merged.adapters:
         with all_or_none(f"export {name}", CheckpointError):
             merged.gather()
-    _write(name, folder, files, regions, tensors)
-    with all_or_none(f"export {name}", CheckpointError):
-        if is_rank_0():
-            index_name = f"model.safetensors.index{suffix}.json"
-            _remove_earlier(folder, files, suffix, index_name)
-            publish(folder, files, index_name)
-            write_configuration(folder, skeleton, regions)
-            _save_tokenizer_and_push(folder, skeleton, tokenizer, kwargs)
+    with staged:
+        _create(name, staged, files)
+        _write(name, files, regions, tensors)
+        with all_or_none(f"export {name}", CheckpointError):
+            if is_rank_0():
+                index_name = f"model.safetensors.index{suffix}.json"
+                write_index(staged.path, files, index_name)
+                write_configuration(staged.path, skeleton, regions)
+                _save_tokenizer(staged.path, tokenizer, further)
+                staged.publish(_earlier(staged.folder, suffix, index_name))
+                _push(staged.folder, skeleton, kwargs)
     size = sum(entry.nbytes for file in files for entry in file.entries.values())
     tensors_written, in_files = counted(len(regions), "tensor"), counted(len(files), "file")
-    log("exported %s to %s: %s, %s in %s", name, folder, tensors_written, size_text(size), in_files)
+    log("exported %s to %s: %s, %s in %s", name, staged.folder, tensors_written, size_text(size), in_files)
 
 
 def _regions_that_load(
@@ -189,7 +242,13 @@ def _regions_that_load(
 
 
 def save_adapters(
-    model: nn.Module, tokenizer: Any, output_dir: str | Path, *, dtype: torch.dtype | None = None, **kwargs: Any
+    model: nn.Module,
+    tokenizer: Any,
+    output_dir: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    further: WriteFiles | None = None,
+    **kwargs: Any,
 ) -> None:
     """Write the adapters of a peft model as a folder that ``PeftModel.from_pretrained`` loads; collective.
 
@@ -202,6 +261,7 @@ def save_adapters(
         tokenizer: tokenizer or processor to save with the adapters, or None.
         output_dir: the folder, on a file system that all ranks share; files of an earlier export are replaced.
         dtype: dtype of floating-point parameters in the files; see `save_model`.
+        further: writes further files of the same export; None for none.
         **kwargs: push_to_hub and its arguments; see `save_model`.
 
     Raises:
@@ -213,7 +273,7 @@ def save_adapters(
         check_usable(root)
         check_tokenizer(root, tokenizer)
         name = class_name(root)
-        folder = Path(output_dir)
+        staged = StagedFolder(Path(output_dir))
         _check_arguments(kwargs)
         if kwargs.get("variant") or not kwargs.get("save_original_format", True):
             raise CheckpointError(
@@ -222,41 +282,47 @@ def save_adapters(
             )
         reshard(root)
     adapters, tensors = AdapterFiles.of(root)
-    for adapter, stored in adapters.regions.items():
-        own = adapters.adapter_folder(adapter, folder)
-        regions = dict(stored)
-        if dtype is not None:
-            regions = {key: r.to(dtype) if r.dtype.is_floating_point else r for key, r in regions.items()}
-        files = files_for(own, ADAPTER_WEIGHTS, regions, sys.maxsize, partial=True)
-        fix = "the same model on all ranks. Pass the same everywhere."
-        check_equal(f"export {name}", [file.header for file in files], CheckpointError, fix)
-        _write(name, own, files, regions, tensors)
+    regions = {adapter: _cast(stored, dtype) for adapter, stored in adapters.regions.items()}
+    files = {
+        adapter: files_for(adapters.adapter_folder(adapter, staged.path), ADAPTER_WEIGHTS, own, sys.maxsize)
+        for adapter, own in regions.items()
+    }
+    fix = "the same model on all ranks. Pass the same everywhere."
+    headers = [file.header for own in files.values() for file in own]
+    check_equal(f"export {name}", headers, CheckpointError, fix)
+    with staged:
+        _create(name, staged, [file for own in files.values() for file in own])
+        for adapter, own in regions.items():
+            _write(name, files[adapter], own, tensors)
         with all_or_none(f"export {name}", CheckpointError):
             if is_rank_0():
-                (own / ADAPTER_CONFIG).unlink(missing_ok=True)  # so a mix of old and new does not load
-                publish(own, files)
-                adapters.write_configuration(adapter, own)
+                for adapter in regions:
+                    adapters.write_configuration(adapter, adapters.adapter_folder(adapter, staged.path))
+                _save_tokenizer(staged.path, tokenizer, further)
+                staged.publish()
+                _push(staged.folder, adapters.skeleton, kwargs)
+    log("exported the adapters of %s to %s: %s", name, staged.folder, ", ".join(adapters.regions))
+
+
+def _cast(regions: Mapping[str, Region], dtype: torch.dtype | None) -> dict[str, Region]:
+    """Return the regions with another dtype of floating-point tensors; unchanged if it is None."""
+    return {n: r.to(dtype) if dtype is not None and r.dtype.is_floating_point else r for n, r in regions.items()}
+
+
+def _create(name: str, staged: StagedFolder, files: Sequence[File]) -> None:
+    """Create the hidden subfolder and its files; collective."""
     with all_or_none(f"export {name}", CheckpointError):
         if is_rank_0():
-            _save_tokenizer_and_push(folder, adapters.skeleton, tokenizer, kwargs)
-    log("exported the adapters of %s to %s: %s", name, folder, ", ".join(adapters.regions))
+            staged.create(sum(file.nbytes for file in files))
+            for folder in {file.path.parent for file in files}:
+                folder.mkdir(exist_ok=True)
+            create_files(files)
 
 
 def _write(
-    name: str,
-    folder: Path,
-    files: Sequence[File],
-    regions: Mapping[str, Region],
-    tensors: Mapping[str, torch.Tensor],
+    name: str, files: Sequence[File], regions: Mapping[str, Region], tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    """Write files under their temporary names; collective."""
-    with all_or_none(f"export {name}", CheckpointError):
-        if is_rank_0():
-            folder.mkdir(parents=True, exist_ok=True)
-            for leftover in folder.glob(".*model*.safetensors.partial"):  # of an interrupted export
-                leftover.unlink()
-            check_free_space(folder, sum(file.nbytes for file in files))
-            create_files(files)
+    """Write and fsync files; collective."""
     entries = {entry_name: entry for file in files for entry_name, entry in file.entries.items()}
     direct = {n: r for n, r in regions.items() if not needs_gather(r, tensors)}
     with all_or_none(f"export {name}", CheckpointError):
@@ -324,26 +390,26 @@ def _in_bytes(size: int | str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def _remove_earlier(folder: Path, files: Sequence[File], suffix: str, index_name: str) -> None:
-    """Remove an earlier export of the same variant: its index, and all files that no new file replaces; and adapters.
+def _earlier(folder: Path, suffix: str, index_name: str) -> list[str]:
+    """Return the names of an earlier export of the same variant: its weights and their index; and those of adapters.
 
-    The index is removed first. So if a later step fails, the folder does not load as a mix of two exports. Without
-    ``adapter_config.json``, ``from_pretrained`` would apply adapters to weights that they are merged into.
+    With ``adapter_config.json``, ``from_pretrained`` would apply adapters to weights that they are merged into.
     """
-    (folder / index_name).unlink(missing_ok=True)
-    (folder / ADAPTER_CONFIG).unlink(missing_ok=True)
-    (folder / f"{ADAPTER_WEIGHTS}.safetensors").unlink(missing_ok=True)
-    replaced = {file.name for file in files}
-    for old in folder.glob("model*.safetensors"):
-        is_earlier = re.fullmatch(rf"model{re.escape(suffix)}(-\d{{5}}-of-\d{{5}})?\.safetensors", old.name)
-        if is_earlier and old.name not in replaced:
-            old.unlink()
+    pattern = re.compile(rf"model{re.escape(suffix)}(-\d{{5}}-of-\d{{5}})?\.safetensors")
+    weights = [path.name for path in folder.glob("model*.safetensors") if pattern.fullmatch(path.name)]
+    return [index_name, ADAPTER_CONFIG, f"{ADAPTER_WEIGHTS}.safetensors", *weights]
 
 
-def _save_tokenizer_and_push(folder: Path, skeleton: Any, tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
-    """Save the tokenizer, and upload the whole folder to the Hugging Face hub, if requested."""
+def _save_tokenizer(folder: Path, tokenizer: Any, further: WriteFiles | None) -> None:
+    """Save the tokenizer and further files of the export."""
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+    if further is not None:
+        further(folder)
+
+
+def _push(folder: Path, skeleton: Any, kwargs: Mapping[str, Any]) -> None:
+    """Upload the whole folder to the Hugging Face hub, if requested."""
     if not kwargs.get("push_to_hub"):
         return
     import huggingface_hub  # noqa: PLC0415  a dependency of transformers

@@ -1,7 +1,7 @@
-"""Create the output files of a save, and give them their final names after all tensors are written.
+"""Create the output files of a save: weights, which `write` fills, their index, and the configuration.
 
-Input: the regions to write, by their names in the files. Output: files of full length with their headers, which `write`
-fills with the tensors; their index; the configuration. Not collective: callers decide which rank creates which file.
+Input: the regions to write, by their names in the files. Output: files of full length with their headers. Not
+collective: callers decide which rank creates which file.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import copy
 import json
 import math
 import os
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 
 from fsdp2_strategy import sizes
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.hf.json_files import fsync, write_text
+from fsdp2_strategy.hf.json_files import write_text
 from fsdp2_strategy.hf.regions import Region
 from fsdp2_strategy.hf.safetensors_format import CONVERTED, Entry, lay_out, write_from
 from fsdp2_strategy.hf.transformers_models import is_transformers_model
@@ -32,9 +31,7 @@ class File:
     """A file to create: its header and the locations of its tensors, which follow the header."""
 
     path: Path
-    """The path while the file is written, which may be temporary."""
     name: str
-    """Its final name."""
     header: bytes
     entries: dict[str, Entry]
 
@@ -56,7 +53,6 @@ def files_for(
     regions: Mapping[str, Region],
     max_bytes: int,
     *,
-    partial: bool = False,
     metadata: Mapping[str, str] = CONVERTED,
 ) -> list[File]:
     """Distribute tensors, in the given order, over files of limited size; a tensor above the limit gets its own file.
@@ -66,7 +62,6 @@ def files_for(
         stem: beginning of the file names.
         regions: the tensors by name.
         max_bytes: the limit, in bytes of tensors per file.
-        partial: use temporary file names, which no load finds.
         metadata: metadata of the headers.
     """
     groups: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
@@ -82,7 +77,7 @@ def files_for(
     for i, group in enumerate(groups, 1):
         number = f"-{i:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
         name = f"{stem}{number}.safetensors"
-        path = folder / (f".{name}.partial" if partial else name)
+        path = folder / name
         files.append(File(path, name, *lay_out(path, group, metadata)))
     return files
 
@@ -103,20 +98,6 @@ def index_of(files: Sequence[File]) -> dict[str, Any]:
         },
         "weight_map": {name: file.name for name, _, file in sorted(entries, key=lambda e: e[0])},
     }
-
-
-def check_free_space(folder: Path, needed_bytes: int) -> None:
-    """Raise if the files do not fit on the disk; one rank calls it before the files are created.
-
-    Raises:
-        CheckpointError: fewer than ``needed_bytes`` are free.
-    """
-    free = shutil.disk_usage(folder).free
-    if needed_bytes > free:
-        raise CheckpointError(
-            f"cannot save: the files need {needed_bytes / 1e9:.3f} GB, {folder} has {free / 1e9:.3f} GB free. Free "
-            "space on the disk; earlier files are deleted only after the new ones are complete."
-        )
 
 
 def create_files(files: Iterable[File]) -> None:
@@ -146,18 +127,10 @@ def check_shared_folder(files: Iterable[File]) -> None:
             )
 
 
-def publish(folder: Path, files: Sequence[File], index_name: str = "model.safetensors.index.json") -> None:
-    """Give complete files their final names, and write their index if there are several; fsync the folder.
-
-    Several files do not load without the index, so it is written last.
-    """
-    for file in files:
-        file.path.rename(folder / file.name)
+def write_index(folder: Path, files: Sequence[File], index_name: str = "model.safetensors.index.json") -> None:
+    """Write the index of several files; no-op if there is only one."""
     if len(files) > 1:
-        partial = folder / f".{index_name}.partial"
-        write_text(partial, json.dumps(index_of(files), indent=2) + "\n")
-        partial.rename(folder / index_name)
-    fsync(folder)
+        write_text(folder / index_name, json.dumps(index_of(files), indent=2) + "\n")
 
 
 def write_configuration(folder: Path, skeleton: Any, regions: Mapping[str, Region]) -> None:

@@ -66,19 +66,24 @@ def save_policy(
             _check_folder(folder, adapted=adapted)
         base = meta_skeleton(without_adapter_modules(root) if adapted else root)
         sidecars = PolicySidecars.of(base, train_config, preprocessor, postprocessor)
+
+    def write_sidecars(staged: Path) -> None:
+        if adapted:
+            write_configuration(staged, base, {})
+        sidecars.write(staged)
+
     if adapted:
-        save_adapters(policy, None, folder, dtype=dtype)
+        save_adapters(policy, None, folder, dtype=dtype, further=write_sidecars)
     else:
-        save_all_weights(policy, None, folder, Merged, dtype=dtype, max_shard_size=sys.maxsize, kwargs={})
-    with all_or_none("export a policy", CheckpointError):
-        if is_rank_0():
-            if adapted:
-                write_configuration(folder, base, {})
-            sidecars.write(folder)
+        size = sys.maxsize
+        save_all_weights(
+            policy, None, folder, Merged, dtype=dtype, max_shard_size=size, kwargs={}, further=write_sidecars
+        )
 
 
 def _check_folder(folder: Path, *, adapted: bool) -> None:
-    other = sorted(folder.glob("model*.safetensors*" if adapted else f"{ADAPTER_WEIGHTS}*"))
+    found = folder.glob("model*.safetensors*" if adapted else f"{ADAPTER_WEIGHTS}*")
+    other = sorted(path for path in found if path.exists())  # a link without a target is of an export that was killed
     if other:
         exported, excluded = ("adapters", "full weights") if adapted else ("a full policy", "adapters")
         raise CheckpointError(

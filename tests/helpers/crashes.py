@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 import time
+import traceback
 from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import patch
+
+import torch.distributed as dist
 
 import fsdp2_strategy.checkpoint.save as saving
 from fsdp2_strategy import list_checkpoints
@@ -89,3 +93,39 @@ def kill_within_a_save(save_for_ever, folder, *, committed=2, seconds=0.0):
     run.kill()
     run.join()
     assert run.exitcode == -signal.SIGKILL
+
+
+def killed_at(point, call, folder):
+    """Call ``call`` in another process, which is killed before its change number ``point`` within a folder.
+
+    Say whether there was such a change. The calls of the operating system are counted, by whatever library makes them.
+    """
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            counted = 0
+
+            def count(event, arguments):
+                nonlocal counted
+                paths = [os.fsdecode(path) for path in arguments[:2] if isinstance(path, str | bytes)]
+                changes = event in _CHANGES or (event == "open" and (arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR))
+                if changes and any(str(folder) in path for path in paths):
+                    if counted == point:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    counted += 1
+
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            sys.addaudithook(count)
+            call()
+            status = 0
+        except BaseException:  # noqa: BLE001  nothing else sees it
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(pid, 0)
+    assert status in (0, signal.SIGKILL), "the call failed"
+    return status == signal.SIGKILL
+
+
+_CHANGES = {f"os.{name}" for name in ("rename", "link", "symlink", "remove", "rmdir", "mkdir", "truncate")}

@@ -40,8 +40,10 @@ from fsdp2_strategy import (
     StrategyConfig,
     build_optimizer,
     linear_log_probs,
+    save_model,
 )
 from fsdp2_strategy.compat.lightrft import get_strategy
+from fsdp2_strategy.hf.staged_folder import StagedFolder
 from fsdp2_strategy.rollout import stream_weights
 from helpers.folders import small_tokenizer
 from helpers.models import batch_of, build, loss_of
@@ -937,6 +939,21 @@ def a_save_within_a_step(folder):
     model, optimizer, scheduler = prepared(strategy)
     train(strategy, model, optimizer, scheduler, range(1))
     strategy.save_ckpt(model, folder / "ckpts")
+
+
+@mistake(
+    "another export writes into it, expected one at a time",
+    CheckpointError,
+    "Two programs export to one folder at the same time.",
+    "Wait for the other one, or choose another folder.",
+)
+def two_exports_to_one_folder(folder):
+    model = strategy_for().prepare_model(build("llama"), is_training=True)
+    with StagedFolder(folder / "out") as staged:
+        if dist.get_rank() == 0:
+            staged.create()
+        dist.barrier()
+        save_model(model, output_dir=folder / "out")
 
 
 @mistake(

@@ -12,13 +12,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.log import log
-from fsdp2_strategy.distributed.process_group import is_rank_0
-from fsdp2_strategy.errors import CheckpointError, counted
-from fsdp2_strategy.hf.export import save_model
+from fsdp2_strategy.errors import counted
+from fsdp2_strategy.hf.export import save_with_further_files
 from fsdp2_strategy.hf.transformers_models import is_transformers_model, outermost_models
-from fsdp2_strategy.model.fsdp_state import class_name, reshard
+from fsdp2_strategy.model.fsdp_state import reshard
 from fsdp2_strategy.model.names import named_parameters, persistent_buffers
 from fsdp2_strategy.model.placeholders import full_tensor_of
 from fsdp2_strategy.model.ranks import on_ranks_of
@@ -56,15 +54,14 @@ def save_critic(model: nn.Module, tokenizer: Any = None, output_dir: str | Path 
     root = unwrap_model(model)
     reshard(root)
     (backbone,) = outermost_models(root).values()
-    save_model(backbone, tokenizer, output_dir, **kwargs)
-    assert output_dir is not None, "save_model requires it"
     with on_ranks_of(root):
         head = {name: full_tensor_of(tensor).cpu().contiguous() for name, tensor in _tensors_of_head(root).items()}
-        with all_or_none(f"export {class_name(root)}", CheckpointError):
-            if is_rank_0():
-                partial = Path(output_dir) / f".{VALUE_HEAD}.partial"
-                save_file(head, partial)
-                partial.replace(partial.with_name(VALUE_HEAD))
+
+    def write_head(folder: Path) -> None:
+        save_file(head, folder / VALUE_HEAD)
+
+    save_with_further_files(backbone, tokenizer, output_dir, write_head, **kwargs)
+    assert output_dir is not None, "save_with_further_files requires it"
     log("exported %s of the critic's head to %s", counted(len(head), "tensor"), Path(output_dir) / VALUE_HEAD)
 
 
