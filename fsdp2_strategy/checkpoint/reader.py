@@ -20,7 +20,7 @@ from __future__ import annotations
 import bisect
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,7 @@ def check_structure(path: Path) -> dict[str, Any]:
         The manifest.
 
     Raises:
-        DamageError: the manifest is invalid, a file is missing or has another length, or a tensor file is not listed.
+        DamageError: the manifest is invalid, or a file is missing or has another length. Other files may be there.
     """
     manifest, paths = read_manifest(path), CheckpointPaths.found_in(path)
     try:
@@ -109,9 +109,6 @@ def check_structure(path: Path) -> dict[str, Any]:
                 raise DamageError(
                     f"cannot read {path / name}: it is {actual} bytes long, expected {size}. Load another checkpoint."
                 )
-        for file in path.rglob("*.safetensors"):
-            if file.relative_to(path).as_posix() not in manifest["files"]:
-                raise DamageError(f"cannot read {path}: {file} is not listed in its manifest. Remove that file.")
         ranks = range(len(manifest["checksums"]))
         if list(manifest["checksums"]) != [paths.name_of(paths.rank_file(CHECKSUMS, rank)) for rank in ranks]:
             raise ValueError("it does not list one checksum manifest per rank")
@@ -137,7 +134,7 @@ def open_checkpoint(path: Path, manifest: Mapping[str, Any] | None = None, *, ra
     """
     manifest = dict(manifest or check_structure(path))
     shard_size = manifest.get("shard_size", len(manifest["checksums"]))
-    paths = CheckpointPaths.found_in(path)
+    paths = replace(CheckpointPaths.found_in(path), listed=frozenset(manifest["files"]))
     return Opened(paths, manifest, Checksums(_ChecksumManifests(paths, manifest["checksums"], shard_size, rank)))
 
 

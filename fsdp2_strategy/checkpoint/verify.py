@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fsdp2_strategy import sizes
+from fsdp2_strategy.checkpoint.layout import REMOVED, extra_entries, hidden_in
 from fsdp2_strategy.checkpoint.paths import as_path
 from fsdp2_strategy.checkpoint.reader import open_checkpoint
 from fsdp2_strategy.distributed.progress import Progress
@@ -27,6 +28,10 @@ class VerifyReport:
 
     problems: list[str]
     """One text for each problem, with tensor, file and byte range if they are known."""
+    extra: list[str] = field(default_factory=list)
+    """Files and directories (with a slash) that others have put into the checkpoint. They are not verified."""
+    is_deleted: bool = False
+    """Whether a run that saves deleted the checkpoint while it was read. Then ``problems`` is empty."""
 
     @property
     def ok(self) -> bool:
@@ -42,12 +47,36 @@ def verify_checkpoint(path: str | Path, *, progress: bool = True) -> VerifyRepor
         progress: show a progress bar, or, if standard error is no terminal, write a line to the log every 30 s.
 
     Returns:
-        A report of all problems. Corruption is reported and never raises.
+        A report of all problems. Corruption is reported and never raises. If a run that saves replaces the checkpoint
+        meanwhile, the new one is verified; if it deletes the checkpoint, the report says so.
 
     Raises:
         CheckpointError: ``path`` is not a path.
     """
     path = as_path(path, "verify a checkpoint")
+    before = _identity(path)
+    report = _verify(path, progress=progress)
+    if before is None and any(tag == path.name for _, tag in hidden_in(path.parent, REMOVED)):
+        return VerifyReport([], is_deleted=True)
+    if report.ok or _identity(path) == before:
+        return report
+    if (again := _identity(path)) is not None:
+        report = _verify(path, progress=progress)
+    if again is None or _identity(path) != again:
+        return VerifyReport([], is_deleted=True)
+    return report
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Return what tells a directory from another one of the same name; None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _verify(path: Path, *, progress: bool) -> VerifyReport:
     try:
         opened = open_checkpoint(path)
     except CheckpointError as error:
@@ -74,7 +103,7 @@ def verify_checkpoint(path: str | Path, *, progress: bool = True) -> VerifyRepor
             shown.update(checked.end - checked.begin)
             if problem:
                 problems.append(f"{_tensor_names(tensors.get(file, []), checked)}: {problem}")
-    return VerifyReport(problems)
+    return VerifyReport(problems, extra_entries(path, opened.manifest["files"]))
 
 
 def _check(path: Path, checked: CheckedRange) -> str:
