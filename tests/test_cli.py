@@ -61,7 +61,7 @@ def test_json_is_one_document(ckpts, capsys):
     entries = {entry["tag"]: entry for entry in json.loads(out)}
     assert status == 1 and entries["broken"]["problem"].startswith("manifest.json") and entries["same"]["step"] == 2
     [report] = json.loads(run(capsys, "verify", "--json", ckpts / "same")[1])
-    assert report == {"path": str(ckpts / "same"), "ok": True, "problems": []}
+    assert report == {"path": str(ckpts / "same"), "ok": True, "problems": [], "extra": [], "deleted": False}
     [content] = json.loads(run(capsys, "inspect", "--json", ckpts, "--tag", "global_step1")[1])
     assert (content["step"], content["ranks"], content["client_state"]) == (1, 2, {"reward": 0.5})
     assert content["optimizer"]["class"] == "AdamW"

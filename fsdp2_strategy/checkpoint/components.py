@@ -338,7 +338,7 @@ def match_model(
 def _match_trainable(
     root: nn.Module, paths: CheckpointPaths, left_out: Container[str]
 ) -> tuple[LoadTargets, LoadReport]:
-    stored = stored_in(paths.state / TRAINABLE)
+    stored = stored_in(paths.state / TRAINABLE, paths)
     tensors = _tensors_of(root)
     in_both = {name: tensor for name, tensor in tensors.items() if name in stored}
     report = LoadReport(
@@ -354,12 +354,12 @@ def _match_full(root: nn.Module, paths: CheckpointPaths) -> tuple[LoadTargets, L
     inner = root if paths.is_lerobot else inner_model(root)
     wrapper = paths.state / WRAPPER
     builds_adapters = paths.is_lerobot and not is_peft_model(inner)
-    origin = open_folder(inner, paths.weights, has_adapters=builds_adapters)
+    origin = open_folder(inner, paths.weights, has_adapters=builds_adapters, belongs=paths.lists)
     names = {m: n for n, m in inner.named_modules()} if builds_adapters else names_without_adapters(inner)
     known: dict[nn.Module, tuple[WeightsSource, str]] = {m: (origin, name) for m, name in names.items()}
     is_wrapped = inner is not root or (has_adapters(inner) and not builds_adapters)
     if is_wrapped and wrapper.is_dir():
-        rest = open_folder(root, wrapper, has_model_names=True)
+        rest = open_folder(root, wrapper, has_model_names=True, belongs=paths.lists)
         known = {m: (rest, name) for name, m in root.named_modules()} | known
     targets, report = match_tensors(root, known, "anything", CHECKPOINT)
     never_saved = set(names_not_saved(inner))

@@ -5,14 +5,20 @@ Input: files that ranks wrote into a ``.partial`` directory. Output: a committed
 [Note: commit] A save writes its files into ``.partial``. It fsyncs the files, then the manifest, then the directories.
 The commit renames ``.partial`` to the tag. So a crash at any time leaves a complete checkpoint or none. If a checkpoint
 with this tag exists, it is first renamed to ``.replaced``. If a crash prevents the commit, `recover` renames it back.
-The sequence numbers in the manifests give the order of the commits.
+The sequence numbers in the manifests give the order of the commits. What follows the commit (``latest``, the deletion
+of the old checkpoint, rotation) logs a warning if it fails, because the checkpoint is committed.
+
+[Note: hidden names] ``.<tag>.partial`` is a save in flight, ``.<tag>.replaced`` the old checkpoint of its tag, and
+``.<tag>.removed`` a checkpoint that is being deleted. What cannot be deleted (a file that another host holds open, a
+mount point) keeps its name until a later save can delete it; meanwhile, ``..2.<tag>.partial`` and so on are used. Only
+directories that this package made are deleted; links and other directories with such names are left alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import shutil
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
@@ -20,24 +26,33 @@ from threading import Thread
 from typing import Any
 
 from fsdp2_strategy import sizes
+from fsdp2_strategy.checkpoint.deletion import bytes_in, delete, delete_partial, hide
 from fsdp2_strategy.checkpoint.layout import (
     FORMAT,
     FORMAT_VERSION,
     FORMAT_VERSION_OF_SEVERAL,
     LAST,
     LATEST,
+    PARTIAL,
+    REMOVED,
+    REPLACED,
     checkpoints_with_manifest,
     digest_of_manifest,
+    hidden_in,
+    hidden_path,
     is_last,
+    is_own_directory,
+    read_checkpoint,
     read_manifest,
+    tag_of,
 )
 from fsdp2_strategy.checkpoint.lock import LOCK
 from fsdp2_strategy.checkpoint.paths import (
     CHECKSUMS,
     TRAINABLE,
-    TRAINING_STATE,
     WRAPPER,
     CheckpointPaths,
+    exists,
     has_only_checkpoint_entries,
     model_folders,
 )
@@ -46,37 +61,43 @@ from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.checksums import ALGORITHM, Block, digest_of
 from fsdp2_strategy.hf.json_files import fsync, write_bytes, write_json
 
-_PARTIAL = ".partial"
-_REPLACED = ".replaced"
-_REMOVED = ".removed"
-
-NOT_CHECKPOINTS = (LOCK, *(f".*{suffix}/*" for suffix in (_PARTIAL, _REPLACED, _REMOVED)))
+NOT_CHECKPOINTS = (LOCK, *(f".*{suffix}/*" for suffix in (PARTIAL, REPLACED, REMOVED)))
 """Patterns of the other files in a directory of checkpoints: the lock, saves in flight, and deletions."""
 
 
-def partial_path(save_dir: Path, tag: str) -> Path:
-    """Return the directory that a save of ``tag`` writes to before the commit."""
-    return save_dir / f".{tag}{_PARTIAL}"
+def free_partial_path(save_dir: Path, tag: str) -> Path:
+    """Return the directory that a save of ``tag`` writes to before the commit, under a name that nothing has yet."""
+    return hidden_path(save_dir, tag, PARTIAL)
 
 
 def check_replaceable(save_dir: Path, tag: str, partial: CheckpointPaths) -> None:
-    """Raise if a save would replace a file or directory that this package did not create; rank 0 calls it.
+    """Raise if a save would replace a file, link or directory that this package did not create; rank 0 calls it.
 
     Raises:
         CheckpointError: ``tag`` exists and is not a checkpoint of this package; or, in LeRobot's layout, ``last``
-            exists and is not a link.
+            exists and is not a link; or another process made the directory to write to.
     """
     path = save_dir / tag
-    if is_last(path) or (path.exists() and not has_only_checkpoint_entries(path)):
+    if path.is_symlink():
+        raise CheckpointError(
+            f"cannot save: {path} is a symbolic link, expected a new name or a checkpoint to replace, because a save "
+            "never writes through a link. Choose another tag, or remove the link."
+        )
+    if exists(path) and not is_own_directory(path):
         raise CheckpointError(
             f"cannot save: {path} exists and is not a checkpoint of this package, expected a new name or a checkpoint "
             "to replace. Choose another tag."
         )
     path = save_dir / LAST
-    if partial.is_lerobot and path.exists() and not is_last(path):
+    if partial.is_lerobot and exists(path) and not is_last(path):
         raise CheckpointError(
             f"cannot save: {path} exists and is not a link, expected a link to the newest checkpoint or nothing. "
             "Rename it."
+        )
+    if exists(partial.root, follow_symlinks=False):
+        raise CheckpointError(
+            f"cannot save: {partial.root} exists since this save began, expected that only this run saves here. Save "
+            "again."
         )
 
 
@@ -90,23 +111,53 @@ def make_directory(path: Path) -> None:
 
 
 def recover(save_dir: Path) -> None:
-    """Rename each ``.replaced`` checkpoint back if its tag does not exist; rank 0 calls it while no save runs."""
-    for replaced in _leftovers(save_dir, _REPLACED):
-        final = save_dir / replaced.name[1 : -len(_REPLACED)]
-        if not final.exists():
-            replaced.rename(final)
+    """Rename each ``.replaced`` checkpoint back if nothing has its tag; rank 0 calls it while no save runs.
+
+    If that is not possible, on a file system that is mounted read-only, the checkpoint is listed and loaded under its
+    hidden name.
+    """
+    for path, tag in _replaced_in(save_dir):
+        final = save_dir / tag
+        if not exists(final, follow_symlinks=False):
+            try:
+                path.rename(final)
+            except OSError as error:
+                logger.debug("cannot rename %s to %s: %s", path, final, error)
+
+
+def _replaced_in(save_dir: Path) -> list[tuple[Path, str]]:
+    """Return the ``.replaced`` checkpoints with their tags; of several with one tag, the newest comes first."""
+    found = [each for each in hidden_in(save_dir, REPLACED) if _is_own(each[0])]
+    read = {path: read_checkpoint(path) for path, _ in found}
+    return sorted(found, key=lambda each: -(checkpoint.sequence if (checkpoint := read[each[0]]) else 0))
 
 
 def delete_leftovers(save_dir: Path) -> None:
-    """Call `recover`, then delete the leftovers of crashed saves and deletions; rank 0 calls it while no save runs."""
+    """Call `recover`, then delete the leftovers of crashed saves and deletions; rank 0 calls it while no save runs.
+
+    What cannot be deleted is logged, and stays until a later save.
+    """
     recover(save_dir)
-    for suffix in (_REPLACED, _PARTIAL, _REMOVED):
-        for path in _leftovers(save_dir, suffix):
-            delete(path)
+    for path, tag in _replaced_in(save_dir):
+        if read_checkpoint(save_dir / tag) is not None and not (save_dir / tag).is_symlink():
+            delete(path, save_dir / tag)
+        else:
+            logger.warning("keeping %s, because %s is not a checkpoint that replaces it", path, save_dir / tag)
+    for path, _ in hidden_in(save_dir, PARTIAL):
+        delete_partial(path)
+    for path, tag in hidden_in(save_dir, REMOVED):
+        if _is_own(path):
+            delete(path, save_dir / tag)
 
 
-def _leftovers(save_dir: Path, suffix: str) -> list[Path]:
-    return [path for path in save_dir.glob(f".*{suffix}") if has_only_checkpoint_entries(path)]
+def leftover_bytes(save_dir: Path) -> int:
+    """Return how much space the hidden directories take that could not be deleted; rank 0 calls it."""
+    found = [path for suffix in (PARTIAL, REPLACED, REMOVED) for path, _ in hidden_in(save_dir, suffix)]
+    return sum(bytes_in(path) for path in found if _is_own(path))
+
+
+def _is_own(path: Path) -> bool:
+    return is_own_directory(path) or has_only_checkpoint_entries(path)
 
 
 def write_checksums(partial: CheckpointPaths, rank: int, blocks: Mapping[Path, Sequence[Block]]) -> str:
@@ -170,13 +221,24 @@ def commit(partial: CheckpointPaths, tag: str, entries: Mapping[str, Any], diges
     write_json(partial.manifest, manifest | {"digest": digest_of_manifest(manifest)})
     for directory in [*(path for path in partial.root.rglob("*") if path.is_dir()), partial.root]:
         fsync(directory)
-    replaced = save_dir / f".{tag}{_REPLACED}"
-    if final.exists():
-        final.rename(replaced)
-    partial.root.rename(final)
+    replaced = hide(final, tag, REPLACED) if exists(final, follow_symlinks=False) else None
+    try:
+        partial.root.rename(final)
+    except OSError:
+        if replaced is not None:
+            replaced.rename(final)
+        raise
     fsync(save_dir)
-    if replaced.exists():
-        delete(replaced)
+
+
+def delete_replaced(save_dir: Path, tag: str) -> None:
+    """Delete the old checkpoint of a tag that was saved again; rank 0 calls it after the commit.
+
+    Files of others in it are moved into the new checkpoint. A failure is only logged.
+    """
+    for path, of_tag in _replaced_in(save_dir):
+        if of_tag == tag:
+            delete(path, save_dir / tag)
 
 
 def warn_of_other_weights(partial: CheckpointPaths, final: Path, step: int) -> None:
@@ -213,45 +275,81 @@ def _weight_blocks(paths: CheckpointPaths) -> dict[str, Any]:
     }
 
 
-def update_latest(newest: CheckpointPaths) -> None:
+def update_latest(newest: CheckpointPaths) -> bool:
     """Point the file ``latest``, or in LeRobot's layout the link ``last``, to a checkpoint, by an atomic rename.
 
-    The other layout's ``last`` or ``latest`` is deleted, because it names an older checkpoint.
+    The other layout's ``last`` or ``latest`` is deleted, because it names an older checkpoint. A failure, for example
+    because the disk is full, is only logged: the checkpoint is committed, and a load does not need the name.
+
+    Returns:
+        Whether the name was updated.
     """
     save_dir, tag = newest.root.parent, newest.root.name
     name, other = (LAST, LATEST) if newest.is_lerobot else (LATEST, LAST)
     temporary = save_dir / f".{name}.new"
-    if newest.is_lerobot:
+    try:
         temporary.unlink(missing_ok=True)
-        temporary.symlink_to(tag)
-    else:
-        temporary.write_text(tag + "\n", encoding="utf-8")
-        fsync(temporary)
-    temporary.replace(save_dir / name)
-    if is_last(save_dir / other) or (other == LATEST and (save_dir / other).is_file()):
-        (save_dir / other).unlink()
-    fsync(save_dir)
+        if newest.is_lerobot:
+            temporary.symlink_to(tag)
+        else:
+            _write_new(temporary, f"{tag}\n".encode())
+        temporary.replace(save_dir / name)
+        if _is_our_name(save_dir / other):
+            (save_dir / other).unlink()
+        fsync(save_dir)
+    except OSError as error:
+        logger.warning("%s is saved, but %s cannot be updated: %s", newest.root, save_dir / name, error)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        return False
+    return True
+
+
+def _write_new(path: Path, content: bytes) -> None:
+    """Write and fsync a file that must not exist, nor be a link."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+    with os.fdopen(fd, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(fd)
+
+
+def _is_our_name(path: Path) -> bool:
+    """Return whether a path is a file ``latest`` or a link ``last`` as we write them, and not somebody else's link."""
+    if path.name == LAST:
+        return is_last(path) and path.readlink().parts == (path.readlink().name,)
+    return path.is_file() and not path.is_symlink()
 
 
 def removed_path(path: Path) -> Path:
-    """Return the name under which a checkpoint's directory is deleted."""
-    return path.with_name(f".{path.name}{_REMOVED}")
+    """Return the first of the names under which a checkpoint's directory is deleted."""
+    return path.with_name(f".{path.name}{REMOVED}")
 
 
-def remove(checkpoints: Sequence[Path], leftovers: Sequence[Path] = ()) -> None:
+def remove(checkpoints: Sequence[Path], leftovers: Sequence[Path] = ()) -> list[Path]:
     """Rename checkpoints to ``.removed``, then delete them in a background thread.
 
-    The rename ensures that no incomplete checkpoint is listed.
+    The rename ensures that no incomplete checkpoint is listed. A failure is only logged: the next save tries again.
 
     Args:
         checkpoints: directories of checkpoints.
         leftovers: renamed directories to delete as well, which an interrupted deletion left.
+
+    Returns:
+        The checkpoints that were renamed.
     """
-    removed = [*leftovers, *(path.rename(removed_path(path)) for path in checkpoints)]
-    if removed:
-        thread = Thread(target=_delete_all, args=(removed,), name="remove checkpoints")
+    renamed: dict[Path, Path] = {}
+    for path in checkpoints:
+        try:
+            renamed[path] = hide(path, tag_of(path), REMOVED)
+        except OSError as error:
+            logger.warning("cannot delete %s: %s. The next save tries again.", path, error)
+    to_delete = [*leftovers, *renamed.values()]
+    if to_delete:
+        thread = Thread(target=_delete_all, args=(to_delete,), name="remove checkpoints")
         _removals.append(thread)
         thread.start()
+    return list(renamed)
 
 
 _removals: list[Thread] = []
@@ -259,27 +357,8 @@ _removals: list[Thread] = []
 
 def _delete_all(paths: Sequence[Path]) -> None:
     for path in paths:
-        try:
-            delete(path)
-        except OSError as error:
-            logger.warning("cannot delete %s: %s. The next save tries again.", path, error)
-
-
-def delete(path: Path) -> None:
-    """Delete a checkpoint's directory.
-
-    Files for other programs and the folders of several models are deleted first, and ``training_state/`` last. So
-    `has_only_checkpoint_entries` is also true after an interrupted deletion, and the next save deletes the rest.
-    """
-    for folder in model_folders(path):
-        shutil.rmtree(folder)
-    if (path / TRAINING_STATE).is_dir():
-        for entry in path.iterdir():
-            if entry.is_dir() and not entry.is_symlink() and entry.name != TRAINING_STATE:
-                shutil.rmtree(entry)
-            elif entry.name != TRAINING_STATE:
-                entry.unlink()
-    shutil.rmtree(path)
+        if _is_own(path):
+            delete(path, path.with_name(tag_of(path)))
 
 
 def finish_removals() -> None:

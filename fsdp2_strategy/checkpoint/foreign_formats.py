@@ -34,6 +34,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy import sizes
 from fsdp2_strategy.checkpoint.load_options import NO_OPTIMIZER, NO_SCHEDULER, NOT_STRICT
+from fsdp2_strategy.checkpoint.paths import exists, is_directory, names_in
 from fsdp2_strategy.checkpoint.storage import check_shapes, convert_dcp_errors
 from fsdp2_strategy.checkpoint.training_state import (
     LoadedCheckpoint,
@@ -145,11 +146,10 @@ def is_foreign(path: Path) -> bool:
 
 
 def _look_for(path: Path) -> Foreign | None:
-    if path.is_file():
-        return Foreign(path, path, None) if path.suffix in _SUFFIXES else None
-    if not path.is_dir():
-        return None
-    found = [foreign for folder in (path, *path.iterdir()) if (foreign := _in_folder(folder))]
+    if not is_directory(path):
+        return Foreign(path, path, None) if exists(path) and path.suffix in _SUFFIXES else None
+    folders = [path, *(path / name for name in sorted(names_in(path)))]
+    found = [foreign for folder in folders if (foreign := _in_folder(folder))]
     # VITRA can save the same step twice: the checkpoint from the end of the epoch is the newer one.
     return max(found, key=lambda f: (f.path == path, f.step, f.path.name.endswith(".end.ckpt")), default=None)
 
@@ -161,8 +161,8 @@ def _in_folder(path: Path) -> Foreign | None:
 
 def _first_of(path: Path, folders: Iterable[str], files: Iterable[str]) -> Path | None:
     """Return the first named folder that contains ``.metadata``, else the first named file that exists, else None."""
-    found = [path / name for name in folders if (path / name / ".metadata").is_file()]
-    found += [path / name for name in files if (path / name).is_file()]
+    found = [path / name for name in folders if exists(path / name / ".metadata")]
+    found += [path / name for name in files if exists(path / name)]
     return found[0] if found else None
 
 

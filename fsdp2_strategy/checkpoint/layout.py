@@ -25,6 +25,14 @@
       .global_step110.partial/   a save in flight, or the files of a save that crashed
       .global_step100.replaced/  the old checkpoint of a tag that is being saved again
       .global_step90.removed/    a checkpoint that rotation is deleting
+      ..2.global_step90.removed/  the same while the former name is taken by what could not be deleted
+      global_step80/             files that others put into a checkpoint, after rotation deleted the checkpoint
+        rotated.json             says so
+
+[Note: links] A symbolic link in the directory is never one of its checkpoints: it is not listed, counted, renamed or
+deleted, except for ``last``. A load may name a link; it then reads the checkpoint that the link leads to.
+
+[Note: neighbours] Other people's files and directories may be in the directory. Those that cannot be read are ignored.
 
 Input: a directory. Output: its committed checkpoints and their manifests. `directory` writes and deletes them.
 """
@@ -32,10 +40,14 @@ Input: a directory. Output: its committed checkpoints and their manifests. `dire
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+import logging
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
 from textwrap import shorten
 from typing import Any
 
@@ -43,20 +55,36 @@ from fsdp2_strategy.checkpoint.file_schemas import MANIFEST as MANIFEST_SCHEMA
 from fsdp2_strategy.checkpoint.file_schemas import MANIFEST_BYTES, damage, read_small_file
 from fsdp2_strategy.checkpoint.paths import (
     CHECKSUMS,
+    PRETRAINED_MODEL,
     RNG,
+    ROTATED,
     TRAINER_STATE,
     TRAINING_STATE,
     CheckpointPaths,
     as_path,
+    exists,
     has_only_checkpoint_entries,
+    is_directory,
+    names_in,
 )
 from fsdp2_strategy.errors import CheckpointError, DamageError, shown
 from fsdp2_strategy.hf.checksums import digest_of
 from fsdp2_strategy.hf.file_reads import read_file, size_of_file
 from fsdp2_strategy.hf.schema import InvalidError, parse_json
 
+_logger = logging.getLogger("fsdp2_strategy")  # not from `distributed.log`, which imports torch
+
 LATEST = "latest"
 LAST = "last"
+
+PARTIAL = ".partial"
+REPLACED = ".replaced"
+REMOVED = ".removed"
+
+_HIDDEN_NAME = re.compile(r"\.(?:\.[0-9]+\.)?(?P<tag>[^.].*)(?P<suffix>\.partial|\.replaced|\.removed)", re.DOTALL)
+_SCANS = 3
+"""How often a directory is listed if checkpoints vanish from it meanwhile."""
+_MAX_LATEST_BYTES = 4096
 
 FORMAT = "fsdp2_strategy"
 FORMAT_VERSION = 2
@@ -84,16 +112,19 @@ class Checkpoint:
     higher_is_better: bool = True
     models: tuple[str, ...] = ()
     """Names of the models; empty for a checkpoint of one model."""
+    is_copy: bool = False
+    """Whether somebody copied or renamed it: its directory has another name than the save gave it. Rotation neither
+    counts nor deletes it."""
 
 
 def list_checkpoints(save_dir: str | Path) -> list[Checkpoint]:
     """Return the committed checkpoints in a directory, oldest first; not collective.
 
     A checkpoint is committed if it has its final name and a valid manifest, and all files exist with the sizes in the
-    manifest. Other directories are ignored. The list is empty if the directory is missing.
+    manifest. Other directories and links are ignored. The list is empty if the directory is missing.
 
     Raises:
-        CheckpointError: ``save_dir`` is not a path.
+        CheckpointError: ``save_dir`` is not a path, or cannot be read.
     """
     return [
         checkpoint
@@ -103,29 +134,188 @@ def list_checkpoints(save_dir: str | Path) -> list[Checkpoint]:
 
 
 def checkpoints_with_manifest(save_dir: Path) -> list[Checkpoint]:
-    """Return all checkpoints with a valid manifest, including those with missing or truncated files, oldest first."""
-    if not save_dir.is_dir():
+    """Return all checkpoints with a valid manifest, including those with missing or truncated files, oldest first.
+
+    The old checkpoint of a tag is listed under its hidden name as long as no directory has the tag: between the two
+    renames of a save, or if a crash left it in a directory that this process cannot write to.
+
+    Raises:
+        CheckpointError: the directory cannot be read.
+    """
+    found: list[Checkpoint] = []
+    for _ in range(_SCANS):
+        folders = folders_in(save_dir)
+        found = [checkpoint for path in folders if (checkpoint := read_checkpoint(path))]
+        for path, tag in hidden_in(save_dir, REPLACED):
+            if not exists(save_dir / tag, follow_symlinks=False) and (old := read_checkpoint(path)):
+                found.append(replace(old, tag=tag, is_copy=False))
+        if all(exists(path) for path in folders):
+            break  # else a run has deleted or committed checkpoints meanwhile
+    return sorted(found, key=lambda checkpoint: (checkpoint.sequence, not checkpoint.is_copy))
+
+
+def folders_in(save_dir: Path) -> list[Path]:
+    """Return the directories that may be checkpoints: those with a plain name, and no links. See [Note: links].
+
+    Raises:
+        CheckpointError: the directory cannot be read.
+    """
+    paths = (path for path in _entries_of(save_dir) if not path.name.startswith("."))
+    return [path for path in paths if is_directory(path, follow_symlinks=False)]
+
+
+def hidden_in(save_dir: Path, suffix: str) -> list[tuple[Path, str]]:
+    """Return the hidden directories with a suffix, such as `PARTIAL`, each with its tag; links are ignored.
+
+    Raises:
+        CheckpointError: the directory cannot be read.
+    """
+    found = []
+    for path in _entries_of(save_dir):
+        name = _HIDDEN_NAME.fullmatch(path.name)
+        if name and name["suffix"] == suffix and is_directory(path, follow_symlinks=False):
+            found.append((path, name["tag"]))
+    return found
+
+
+def tag_of(path: Path) -> str:
+    """Return the tag of a checkpoint's directory, also of a hidden one."""
+    name = _HIDDEN_NAME.fullmatch(path.name)
+    return name["tag"] if name else path.name
+
+
+def hidden_path(save_dir: Path, tag: str, suffix: str) -> Path:
+    """Return a hidden name for a directory of a checkpoint that nothing has yet."""
+    path, number = save_dir / f".{tag}{suffix}", 2
+    while exists(path, follow_symlinks=False):
+        path, number = save_dir / f"..{number}.{tag}{suffix}", number + 1
+    return path
+
+
+def _entries_of(save_dir: Path) -> list[Path]:
+    """Return what is in a directory, sorted by name; nothing if there is no directory.
+
+    Raises:
+        CheckpointError: the directory cannot be read.
+    """
+    try:
+        return sorted(save_dir.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    paths = [path for path in save_dir.iterdir() if not path.name.startswith(".") and not is_last(path)]
-    return sorted((c for path in paths if (c := read_checkpoint(path))), key=lambda c: c.sequence)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot read {save_dir}: {error.strerror or error}, expected a directory of checkpoints. Check its "
+            "permissions and its file system."
+        ) from error
 
 
 def without_manifest(save_dir: Path) -> list[Path]:
-    """Return the directories that have the files of a checkpoint but no valid manifest, sorted by name."""
-    if not save_dir.is_dir():
-        return []
-    paths = (path for path in save_dir.iterdir() if not path.name.startswith(".") and not is_last(path))
-    return sorted(path for path in paths if is_checkpoint(path) and read_checkpoint(path) is None)
+    """Return the directories that have the files of a checkpoint but no valid manifest, sorted by name.
+
+    In the layouts of LeRobot and of transformers' ``Trainer``, these are also the checkpoints without
+    ``training_state/``; and, in all layouts, a directory that ``latest`` or ``last`` names, if there are checkpoints.
+    """
+    valid = checkpoints_with_manifest(save_dir)
+    of_valid = {checkpoint.path for checkpoint in valid}
+    latest = latest_tag(save_dir)
+    found = []
+    for path in folders_in(save_dir):
+        if path not in of_valid and exists(path) and not _is_rotated(path):
+            lost_state = lacks_training_state(path) and (bool(valid) or path.name == latest)
+            code = _unreadable(path)
+            is_named = path.name == latest and (bool(valid) or code is not None)
+            if is_checkpoint(path) or lost_state or is_named:
+                found.append(path)
+            elif code is not None:
+                is_private = code in (errno.EACCES, errno.EPERM)  # lost+found, for example, and no broken disk
+                level = logging.DEBUG if is_private else logging.WARNING
+                _logger.log(level, "ignoring %s, which cannot be read: %s", path, os.strerror(code))
+    return found
 
 
 def is_checkpoint(path: Path) -> bool:
     """Return whether a directory is a checkpoint of this package, usable or not.
 
-    It is one if it has a manifest, or if all its entries are those of a checkpoint and some occur nowhere else.
+    It is one if it has a valid manifest, or if it has entries that occur nowhere else, and either a manifest, too, or
+    no other entries than those of a checkpoint.
     """
-    if CheckpointPaths.found_in(path).manifest.exists():
+    if any(exists(path / entry) for entry in _TYPICAL):
+        if exists(CheckpointPaths.found_in(path).manifest) or has_only_checkpoint_entries(path.resolve()):
+            return True
+        return any(exists(path / state / CHECKSUMS / "rank00000.json") for state in ("", TRAINING_STATE))
+    return read_checkpoint(path) is not None
+
+
+def lacks_training_state(path: Path) -> bool:
+    """Return whether a directory looks like a checkpoint in LeRobot's or the Trainer's layout without its state."""
+    if exists(path / TRAINING_STATE, follow_symlinks=False) or _is_rotated(path):
+        return False
+    if path.name.isdecimal():
+        return is_directory(path / PRETRAINED_MODEL)
+    if not re.fullmatch(r"checkpoint-[0-9]+", path.name):
+        return False
+    names = names_in(path)
+    is_model = bool(names & {"config.json", "adapter_config.json", "model.safetensors"})
+    return is_model and "training_args.bin" not in names  # checkpoints that Trainer itself wrote have this pickle
+
+
+def step_in_name(path: Path) -> int:
+    """Return the step that a directory is named after; -1 if its name has none."""
+    digits = re.search(r"[0-9]+$", path.name)
+    return int(digits[0]) if digits else -1
+
+
+def is_own_directory(path: Path) -> bool:
+    """Return whether this package made a directory, so that a save may replace it, and may delete its own files in it.
+
+    It must not be a link, and be empty, have a valid manifest or the file `ROTATED`, or have only the entries of a
+    checkpoint, some of which occur nowhere else.
+    """
+    if not is_directory(path, follow_symlinks=False):
+        return False
+    if _is_rotated(path) or read_checkpoint(path) is not None:
         return True
-    return any((path / entry).exists() for entry in _TYPICAL) and has_only_checkpoint_entries(path)
+    if not has_only_checkpoint_entries(path):
+        return False
+    return not names_in(path) or any(exists(path / entry) for entry in _TYPICAL)
+
+
+def _is_rotated(path: Path) -> bool:
+    """Return whether a directory has only files of others, which were in a checkpoint that rotation deleted."""
+    return exists(path / ROTATED, follow_symlinks=False) and not exists(CheckpointPaths.found_in(path).manifest)
+
+
+def _unreadable(path: Path) -> int | None:
+    """Return the error number if a directory cannot be read, else None."""
+    try:
+        with os.scandir(path):
+            return None
+    except OSError as error:
+        return None if isinstance(error, FileNotFoundError) else error.errno
+
+
+def extra_entries(path: Path, files: Iterable[str]) -> list[str]:
+    """Return what others have put into a checkpoint: names of files, and of directories with a slash at the end.
+
+    Args:
+        path: the checkpoint.
+        files: the names of the files in its manifest.
+    """
+    own = {*files, CheckpointPaths.found_in(path).manifest.relative_to(path).as_posix()}
+    folders = {parent.as_posix() for name in own for parent in PurePosixPath(name).parents}
+
+    def walk(folder: Path, prefix: str) -> Iterable[str]:
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:
+            for entry in sorted(entries, key=lambda each: each.name):
+                name = prefix + entry.name
+                if name in folders and entry.is_dir(follow_symlinks=False):
+                    yield from walk(folder / entry.name, f"{name}/")
+                elif name not in own | folders:
+                    is_folder = entry.is_dir(follow_symlinks=False)
+                    if not is_folder or names_in(folder / entry.name):  # a save also makes folders without files
+                        yield f"{name}/" if is_folder else name
+
+    return list(walk(path, ""))
 
 
 def problem_of(path: Path) -> str:
@@ -149,12 +339,16 @@ def problem_of(path: Path) -> str:
 
 def describe_missing(path: Path) -> str:
     """Describe a path that has no checkpoint: what it is, what it contains, and where there are checkpoints nearby."""
-    if not path.exists():
+    if not exists(path, follow_symlinks=False):
         text = f"{path} does not exist."
-    elif not path.is_dir():
+    elif not exists(path):
+        text = f"{path} is a symbolic link to something that is missing, or it cannot be read."
+    elif not is_directory(path):
         text = f"{path} is a file, expected a directory."
+    elif _unreadable(path) is not None:
+        text = f"{path} cannot be read: {os.strerror(_unreadable(path) or 0)}."
     else:
-        names = sorted(entry.name for entry in path.iterdir())
+        names = sorted(names_in(path))
         content = f"it contains {', '.join(names[:5])}{', …' if len(names) > 5 else ''}" if names else "it is empty"
         text = f"{path} has no checkpoint of this package: {content}."
     nearby = checkpoints_nearby(path)
@@ -166,10 +360,10 @@ def checkpoints_nearby(path: Path) -> list[Path]:
     path = path.absolute()
     if is_checkpoint(path.parent):
         return [path.parent]
-    below = sorted(each for each in path.iterdir() if each.is_dir()) if path.is_dir() else []
+    below = sorted(each for name in names_in(path) if is_directory(each := path / name))
     nearby = []
     for each in [*below, path.parent]:
-        with contextlib.suppress(OSError):  # a directory of another user, such as lost+found
+        with contextlib.suppress(CheckpointError):  # a directory of another user, such as lost+found
             nearby += [each] if checkpoints_with_manifest(each) else []
     return nearby
 
@@ -184,9 +378,24 @@ def latest_tag(save_dir: Path) -> str | None:
     try:
         if is_last(save_dir / LAST):
             return (save_dir / LAST).readlink().name
-        return read_file(save_dir / LATEST, 1 << 16).decode().strip()
-    except (OSError, UnicodeDecodeError):
+        content = read_file(save_dir / LATEST, _MAX_LATEST_BYTES)
+    except OSError:
         return None
+    return content.decode(errors="replace").strip() or None
+
+
+def linked_tag(save_dir: Path, tag: str) -> str | None:
+    """Return the name of the directory in ``save_dir`` that the link ``tag`` leads to; None if there is none.
+
+    The directory may be missing while a save replaces it.
+    """
+    try:
+        target = (save_dir / tag).readlink()
+    except (OSError, ValueError):
+        return None
+    target = Path(os.path.normpath(save_dir.absolute() / target))
+    is_inside = target.parent in (save_dir.absolute(), save_dir.resolve())
+    return target.name if is_inside else None
 
 
 def read_checkpoint(path: Path) -> Checkpoint | None:
@@ -198,6 +407,7 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
     return Checkpoint(
         path=path,
         tag=path.name,
+        is_copy=manifest["tag"] != path.name,
         sequence=manifest["sequence"],
         step=manifest["step"],
         total_bytes=sum(manifest["files"].values()),

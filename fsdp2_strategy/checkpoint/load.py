@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -34,19 +34,35 @@ from fsdp2_strategy.checkpoint.file_schemas import RANK_FILE_BYTES
 from fsdp2_strategy.checkpoint.foreign_formats import Foreign, find_foreign, is_foreign, load_foreign
 from fsdp2_strategy.checkpoint.gc_pause import gc_paused
 from fsdp2_strategy.checkpoint.layout import (
+    REPLACED,
+    Checkpoint,
     checkpoints_nearby,
     checkpoints_with_manifest,
     describe_missing,
+    hidden_in,
     is_checkpoint,
     is_last,
+    lacks_training_state,
     latest_tag,
+    linked_tag,
     models_in,
     problem_of,
+    step_in_name,
     without_manifest,
 )
 from fsdp2_strategy.checkpoint.load_options import NO_OPTIMIZER, NO_SCHEDULER
 from fsdp2_strategy.checkpoint.lock import is_held_elsewhere
-from fsdp2_strategy.checkpoint.paths import DATA, EMA, OPTIMIZER, RNG, CheckpointPaths, as_path
+from fsdp2_strategy.checkpoint.paths import (
+    DATA,
+    EMA,
+    OPTIMIZER,
+    RNG,
+    CheckpointPaths,
+    as_path,
+    exists,
+    is_directory,
+    names_in,
+)
 from fsdp2_strategy.checkpoint.random_state import RNG_BYTES, check_rng, derive_rng, load_rng
 from fsdp2_strategy.checkpoint.reader import Opened, check_structure, open_checkpoint
 from fsdp2_strategy.checkpoint.resumed import record_resume
@@ -123,8 +139,8 @@ def load_checkpoint(
     Args:
         model: a sharded model, or its wrapper; or a mapping of these by name.
         load_dir: directory of a run's checkpoints, from which the newest or ``tag`` is loaded; or one checkpoint, or
-            the link ``last``. The layout is detected.
-        tag: name of the checkpoint in ``load_dir``.
+            a link to one, such as ``last``. The layout is detected.
+        tag: name of the checkpoint in ``load_dir``, or of a link to one.
         optimizer: restore its state and hyper-parameters, by parameter name. The random state is restored only if an
             optimizer is given, because then the run continues.
         scheduler: restore its state.
@@ -211,17 +227,65 @@ def load_checkpoint(
         verify=verify,
         load_learning_rates=load_learning_rates,
     )
-    for path, older in zip(paths, [*paths[1:], None], strict=True):
+    return _load_first(request, paths, others, lambda: _find(load_dir, tag, fallback=fallback, trust=trust)[0])
+
+
+def _load_first(
+    request: _LoadRequest, paths: Sequence[Path], others: Sequence[str], find_again: Callable[[], list[Path]]
+) -> LoadedCheckpoint:
+    """Load the first of several checkpoints that is intact; collective.
+
+    If a run that saves meanwhile deletes or replaces a checkpoint, its list is read again, once.
+
+    Args:
+        request: the objects to restore.
+        paths: a checkpoint, and its fallbacks.
+        others: tags of other checkpoints, for an error.
+        find_again: returns the list of checkpoints; called on rank 0.
+
+    Raises:
+        CheckpointError, DamageError: see `load_checkpoint`.
+    """
+    is_first_list = True
+    remaining = list(paths)
+    while True:
+        path = remaining.pop(0)
+        identity = _identity(path) if is_rank_0() else None
         try:
             return _load(request, path)
-        except DamageError as error:
-            if older is None and others:
+        except CheckpointError as error:
+            if not (error.is_agreed or isinstance(error, DamageError)):
+                raise
+            has_moved = from_rank_0(is_rank_0() and _identity(path) != identity)
+            if has_moved and is_first_list:
+                log("%s was deleted or replaced while it was loaded: reading the list of checkpoints again", path)
+                with all_or_none(f"find {path} again", CheckpointError):
+                    found = find_again() if is_rank_0() else []
+                is_first_list, remaining = False, from_rank_0(found)
+                if remaining:
+                    continue
+            if has_moved:
+                raise CheckpointError(
+                    f"cannot load {path}: it was deleted or replaced while it was read, expected a checkpoint that no "
+                    "other run deletes. Load another one, or save it with protect=True."
+                ) from error
+            if not isinstance(error, DamageError):
+                raise
+            if not remaining and others:
                 advised = _with_advice(error, path.parent, others)
                 raise advised.with_traceback(error.__traceback__) from None
-            if older is None:
+            if not remaining:
                 raise
-            log("cannot load %s: loading %s instead. %s", path, older, error, level=logging.WARNING)
-    return None
+            log("cannot load %s: loading %s instead. %s", path, remaining[0], error, level=logging.WARNING)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Return what tells a directory from another one of the same name; None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 @collective
@@ -240,7 +304,7 @@ def foreign_training_state(load_dir: str | Path, tag: str | None = None) -> list
     Raises:
         CheckpointError, DamageError: see `load_checkpoint`.
     """
-    load_dir = Path(load_dir)
+    load_dir = as_path(load_dir, "load")
     with all_or_none(f"find a checkpoint in {load_dir}", CheckpointError):
         foreign = _find(load_dir, tag, fallback=False, trust=True)[1] if is_rank_0() else None
     state: list[str] | None = from_rank_0(foreign.training_state if foreign else None)
@@ -511,13 +575,13 @@ def _plan(own: _ModelRequest, request: _LoadRequest, paths: CheckpointPaths, sta
         require_saved(state["optimizer"], "optimizer", NO_OPTIMIZER, paths.root)
         check_optimizer(root, optimizer, state["optimizer"], strict=request.strict)
         settings = settings_by_group(root, optimizer, state["optimizer"])
-        stored = stored_in(paths.state / OPTIMIZER)
+        stored = stored_in(paths.state / OPTIMIZER, paths)
         layout = {name: (entry.shape, entry.dtype) for name, entry in stored.items()}
         optimizer_state, tensors = allocate_optimizer_state(root, optimizer, layout, strict=request.strict)
         targets += targets_by_name("optimizer", tensors, stored)
     if own.ema is not None:
         require_saved((paths.state / EMA).is_dir() or None, "averages (ema)", "ema=None", paths.root)
-        targets += targets_by_name("averages (ema)", own.ema, stored_in(paths.state / EMA))
+        targets += targets_by_name("averages (ema)", own.ema, stored_in(paths.state / EMA, paths))
     if own.scheduler is not None:
         require_saved(state["scheduler"], "scheduler", NO_SCHEDULER, paths.root)
         check_scheduler(own.scheduler, state["scheduler"])
@@ -533,16 +597,28 @@ def _find(load_dir: Path, tag: str | None, *, fallback: bool, trust: bool) -> tu
         DamageError: the newest checkpoint has no valid manifest, and ``fallback`` is false.
     """
     foreign_path = load_dir if tag is None else load_dir / tag
-    if tag is None and is_last(load_dir):
-        load_dir, tag = load_dir.parent, load_dir.readlink().name  # the target may be missing until `recover`
-    if tag is None and CheckpointPaths.found_in(load_dir).manifest.exists():
+    if tag is None and _is_link_to_checkpoint(load_dir):
+        load_dir, tag = load_dir.parent, load_dir.name
+    if tag is None and exists(CheckpointPaths.found_in(load_dir).manifest) and is_checkpoint(load_dir):
         return [load_dir], None
-    if load_dir.is_dir() and (paths := _committed(load_dir, tag, fallback=fallback)):
+    is_in_checkpoint = is_checkpoint(load_dir.parent)  # the folder of one of several models
+    if tag is None and not is_in_checkpoint and load_dir in without_manifest(load_dir.parent):
+        raise DamageError(f"cannot load {load_dir}: {problem_of(load_dir)}. Load another checkpoint.")
+    if exists(load_dir) and (paths := _committed(load_dir, tag, fallback=fallback)):
         return paths, None
     foreign = find_foreign(foreign_path, trust=trust)
     if foreign is None:
         _check_nearby(load_dir)
     return [], foreign
+
+
+def _is_link_to_checkpoint(path: Path) -> bool:
+    """Return whether a path is ``last``, or a link to another checkpoint in the same directory."""
+    target = linked_tag(path.parent, path.name)
+    if target is None or target == path.name:
+        return False
+    # The target may be missing until `recover`.
+    return is_last(path) or is_checkpoint(path) or any(tag == target for _, tag in hidden_in(path.parent, REPLACED))
 
 
 def newest_committed(load_dir: Path) -> Path | None:
@@ -551,7 +627,7 @@ def newest_committed(load_dir: Path) -> Path | None:
     Raises:
         DamageError: there are only checkpoints without a valid manifest.
     """
-    paths = _committed(load_dir, None, fallback=False) if load_dir.is_dir() else []
+    paths = _committed(load_dir, None, fallback=False) if exists(load_dir) else []
     return paths[0] if paths else None
 
 
@@ -566,31 +642,45 @@ def _committed(load_dir: Path, tag: str | None, *, fallback: bool) -> list[Path]
         recover(load_dir)
     committed = checkpoints_with_manifest(load_dir)[::-1]
     tags = [checkpoint.tag for checkpoint in committed]
+    if tag is not None and (load_dir / tag).is_symlink():
+        target = linked_tag(load_dir, tag)
+        if target not in tags and is_checkpoint(load_dir / tag):
+            return [load_dir / tag]  # outside of the directory: its place among these checkpoints is unknown
+        tag = target if target in tags else tag
     if tag in tags:
         committed = committed[tags.index(tag) :]
     elif tag is not None and is_foreign(load_dir / tag):
         return []
     elif tag is not None:
-        problem = f" ({problem_of(load_dir / tag)})" if is_checkpoint(load_dir / tag) else ""
+        path = load_dir / tag
+        problem = f" ({problem_of(path)})" if is_checkpoint(path) or path in without_manifest(load_dir) else ""
         raise CheckpointError(
             f"cannot load: {tag!r} is not a committed checkpoint in {load_dir}{problem}, expected one of {tags[::-1]}."
             f"{did_you_mean(tag, tags)}"
         )
     else:
-        _check_unreadable(load_dir, has_others=bool(committed), fallback=fallback)
+        _check_unreadable(load_dir, committed, fallback=fallback)
     return [checkpoint.path for checkpoint in committed][: None if fallback else 1]
 
 
-def _check_unreadable(load_dir: Path, *, has_others: bool, fallback: bool) -> None:
+def _check_unreadable(load_dir: Path, committed: Sequence[Checkpoint], *, fallback: bool) -> None:
     """Log a warning for each checkpoint without a valid manifest; raise if it is the newest, or the only one.
+
+    It is the newest if ``latest`` or ``last`` names it. If neither exists, a checkpoint in another system's layout that
+    lacks its training state is the newest if its name has the highest step.
 
     Raises:
         DamageError: there is such a checkpoint, and ``fallback`` is false.
     """
+    latest = latest_tag(load_dir)
     for path in without_manifest(load_dir):
+        if is_foreign(path) and not is_checkpoint(path):
+            continue
         text = f"cannot load {path}: {problem_of(path)}."
-        if not fallback and (not has_others or latest_tag(load_dir) == path.name):
-            other = "Pass fallback=True to load an older checkpoint" if has_others else "There is no older checkpoint"
+        is_last_step = latest is None and lacks_training_state(path)
+        is_last_step = is_last_step and all(step_in_name(path) > each.step for each in committed)
+        if not fallback and (not committed or latest == path.name or is_last_step):
+            other = "Pass fallback=True to load an older checkpoint" if committed else "There is no older checkpoint"
             raise DamageError(f"{text} {other}, or delete this one.")
         log("%s It is ignored.", text, level=logging.WARNING)
 
@@ -599,7 +689,7 @@ def _other_tags(paths: Sequence[Path]) -> list[str]:
     """Return the tags of the other checkpoints in the directory of the one to load; none if fallbacks are given."""
     if len(paths) != 1:
         return []
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(CheckpointError):
         return [each.tag for each in checkpoints_with_manifest(paths[0].parent) if each.path.name != paths[0].name]
     return []
 
@@ -621,14 +711,15 @@ def _check_nearby(load_dir: Path) -> None:
             exist, and there are checkpoints next to it.
     """
     nearby = checkpoints_nearby(load_dir)
-    if load_dir.exists():
+    if exists(load_dir):
         nearby = [path for path in nearby if path != load_dir.absolute().parent or is_checkpoint(path)]
     if nearby:
         raise CheckpointError(f"no checkpoint to load: {describe_missing(load_dir)} Pass the directory that you mean.")
     parent = load_dir.absolute().parent
-    if not load_dir.exists() and parent.is_dir():
+    if not exists(load_dir):
         siblings = []
-        with contextlib.suppress(OSError):  # directories that this process may not read
-            siblings = [path.name for path in parent.iterdir() if path.is_dir() and checkpoints_with_manifest(path)]
+        for path in (parent / name for name in sorted(names_in(parent))):
+            with contextlib.suppress(CheckpointError):  # directories that this process may not read
+                siblings += [path.name] if is_directory(path) and checkpoints_with_manifest(path) else []
         if hint := did_you_mean(load_dir.name, siblings):
             log("%s does not exist.%s", load_dir, hint, level=logging.WARNING)

@@ -29,6 +29,7 @@ A checkpoint of several models has one folder for each model, with the folders o
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,6 +48,8 @@ CHECKSUMS = "checksums"
 TRAINER_STATE = "trainer_state.json"
 META = "meta.json"
 MANIFEST = "manifest.json"
+ROTATED = "rotated.json"
+"""Says, in a directory with files of others, that rotation deleted the checkpoint that they were in."""
 
 PRETRAINED_MODEL = "pretrained_model"
 AVERAGED_MODEL = "pretrained_model_ema"
@@ -71,6 +74,8 @@ class CheckpointPaths:
     state: Path
     """The directory of the other components: the root in our layout, ``training_state/`` in the others."""
     kind: LayoutKind
+    listed: frozenset[str] | None = None
+    """Names of the files in the manifest, if it was read: other files in the directory are not read."""
 
     @classmethod
     def of(cls, root: Path, kind: LayoutKind) -> Self:
@@ -81,10 +86,13 @@ class CheckpointPaths:
 
     @classmethod
     def found_in(cls, root: Path) -> Self:
-        """Return the paths of a checkpoint on disk; detect the layout from the folders that exist."""
-        if not (root / TRAINING_STATE / MANIFEST).exists():
+        """Return the paths of a checkpoint on disk; detect the layout from the files that exist."""
+        state = root / TRAINING_STATE
+        if not exists(state / MANIFEST):
             return cls.of(root, "own")
-        return cls.of(root, "lerobot" if (root / PRETRAINED_MODEL).is_dir() else "trainer")
+        if exists(state / TRAINING_STEP):
+            return cls.of(root, "lerobot")
+        return cls.of(root, "lerobot" if is_directory(root / PRETRAINED_MODEL) else "trainer")
 
     def of_model(self, name: str) -> Self:
         """Return the paths of one of several models; those of the run (manifest, per-rank folders) have no meaning."""
@@ -110,7 +118,7 @@ class CheckpointPaths:
         This is ``training_state/model/`` if the policy wrote ``pretrained_model/`` itself, else ``model``.
         """
         own = self.state / MODEL
-        return own if own.is_dir() else self.model
+        return own if is_directory(own) else self.model
 
     @property
     def averaged(self) -> Path:
@@ -135,37 +143,70 @@ class CheckpointPaths:
         """Return a file's name in the manifest."""
         return path.relative_to(self.root).as_posix()
 
+    def lists(self, path: Path) -> bool:
+        """Return whether a file belongs to the checkpoint; true for every file if the manifest was not read."""
+        return self.listed is None or self.name_of(path) in self.listed
+
+
+def exists(path: Path, *, follow_symlinks: bool = True) -> bool:
+    """Return whether a path exists and can be looked at; an unreadable directory of another user raises nothing."""
+    try:
+        path.stat(follow_symlinks=follow_symlinks)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def is_directory(path: Path, *, follow_symlinks: bool = True) -> bool:
+    """Return whether a path is a directory; False if it cannot be looked at."""
+    try:
+        return stat.S_ISDIR(path.stat(follow_symlinks=follow_symlinks).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def names_in(path: Path) -> set[str]:
+    """Return the names in a directory; an empty set if it cannot be read."""
+    try:
+        return {entry.name for entry in path.iterdir()}
+    except OSError:
+        return set()
+
 
 def has_only_checkpoint_entries(root: Path) -> bool:
-    """Return whether all names in a directory are names of a checkpoint's entries.
+    """Return whether all names in a directory are names of a checkpoint's entries; False for a link.
 
     This is also true for a checkpoint that is partly written or partly deleted. In the Trainer's layout, the files
     next to ``training_state/`` may have any names, so only the names within it are compared.
     """
-    if not root.is_dir():
+    try:
+        top = {entry.name for entry in root.iterdir()} if is_directory(root, follow_symlinks=False) else None
+    except OSError:
         return False
-    top = {entry.name for entry in root.iterdir()}
+    if top is None:
+        return False
     if TRAINING_STATE not in top:
         # The folders of several models are created after those of the run, and are deleted before them.
         models = [root / name for name in top - _ENTRIES]
         return not models or (bool(top & _ENTRIES) and all(map(_has_only_entries_of_a_model, models)))
-    state = {entry.name for entry in (root / TRAINING_STATE).iterdir()}
+    state = names_in(root / TRAINING_STATE) if is_directory(root / TRAINING_STATE, follow_symlinks=False) else set()
     if PRETRAINED_MODEL in top or AVERAGED_MODEL in top or top == {TRAINING_STATE}:
         return top <= {PRETRAINED_MODEL, AVERAGED_MODEL, TRAINING_STATE} and state <= _ENTRIES
     return bool(state) and state <= _ENTRIES
 
 
 def _has_only_entries_of_a_model(path: Path) -> bool:
-    if not is_model_name(path.name) or not path.is_dir() or path.is_symlink():
+    if not is_model_name(path.name) or not is_directory(path, follow_symlinks=False):
         return False
-    return {entry.name for entry in path.iterdir()} <= _MODEL_ENTRIES
+    return names_in(path) <= _MODEL_ENTRIES
 
 
 def model_folders(root: Path) -> list[Path]:
     """Return the folders of a checkpoint that are named by models, complete or not; none in other layouts."""
-    if not root.is_dir() or (root / TRAINING_STATE).exists():
+    top = names_in(root)
+    if TRAINING_STATE in top:
         return []
-    return [path for path in root.iterdir() if path.name not in _ENTRIES and _has_only_entries_of_a_model(path)]
+    return [path for name in top - _ENTRIES if _has_only_entries_of_a_model(path := root / name)]
 
 
 def is_model_name(name: object) -> bool:
@@ -176,14 +217,19 @@ def is_model_name(name: object) -> bool:
 
 
 def as_path(value: object, action: str) -> Path:
-    """Return a directory's name as a path.
+    """Return a directory's name as a path; ``~`` at its beginning is the home directory.
 
     Raises:
-        CheckpointError: it is neither text nor a path.
+        CheckpointError: it is neither text nor a path, or names the home directory of an unknown user.
     """
     if not isinstance(value, str | os.PathLike):
         shown = "None" if value is None else f"a {type(value).__name__}"
         raise CheckpointError(
             f"cannot {action}: the directory is {shown}, expected a path. Check the order of the arguments."
         )
-    return Path(value)
+    try:
+        return Path(value).expanduser()
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"cannot {action}: the directory is {str(value)!r}, and {error}. Pass an absolute path."
+        ) from error

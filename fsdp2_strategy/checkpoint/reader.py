@@ -20,7 +20,7 @@ from __future__ import annotations
 import bisect
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -144,7 +144,7 @@ def check_structure(path: Path) -> dict[str, Any]:
         The manifest.
 
     Raises:
-        DamageError: the manifest is invalid, a file is missing or has another length, or a tensor file is not listed.
+        DamageError: the manifest is invalid, or a file is missing or has another length. Other files may be there.
     """
     manifest, paths = read_manifest(path), CheckpointPaths.found_in(path)
     try:
@@ -154,9 +154,6 @@ def check_structure(path: Path) -> dict[str, Any]:
                 raise DamageError(
                     f"cannot read {path / name}: it is {actual} bytes long, expected {size}. Load another checkpoint."
                 )
-        for file in path.rglob("*.safetensors"):
-            if file.relative_to(path).as_posix() not in manifest["files"]:
-                raise DamageError(f"cannot read {path}: {file} is not listed in its manifest. Remove that file.")
     except OSError as error:
         raise DamageError(f"cannot read {error.filename}: {error.strerror}. Load another checkpoint.") from error
     expected = [paths.name_of(paths.rank_file(CHECKSUMS, rank)) for rank in range(len(manifest["checksums"]))]
@@ -178,7 +175,7 @@ def open_checkpoint(path: Path, manifest: Mapping[str, Any] | None = None, *, ra
     """
     manifest = dict(manifest or check_structure(path))
     shard_size = manifest.get("shard_size", len(manifest["checksums"]))
-    paths = CheckpointPaths.found_in(path)
+    paths = replace(CheckpointPaths.found_in(path), listed=frozenset(manifest["files"]))
     return Opened(paths, manifest, Checksums(_ChecksumManifests(paths, manifest, shard_size, rank)))
 
 
@@ -193,6 +190,17 @@ def opened_around(folder: Path) -> Opened | None:
         if CheckpointPaths.found_in(root).manifest.exists():
             return open_checkpoint(root)
     return None
+
+
+def opened_with_headers(path: Path) -> Opened:
+    """Open a checkpoint, and check the headers and indexes of all its files; not collective.
+
+    Raises:
+        DamageError: see `check_structure` and `Opened.check_headers`.
+    """
+    opened = open_checkpoint(path)
+    opened.check_headers()
+    return opened
 
 
 @dataclass

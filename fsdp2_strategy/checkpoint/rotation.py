@@ -16,25 +16,27 @@ GB = 10**9
 
 
 def checkpoints_to_delete(
-    checkpoints: Sequence[Checkpoint], *, max_num: int | None, max_mem: float | None
+    checkpoints: Sequence[Checkpoint], *, max_num: int | None, max_mem: float | None, leftover_bytes: int = 0
 ) -> list[Checkpoint]:
     """Return the checkpoints to delete, oldest first, so that the kept ones are within both limits if possible.
 
     The newest checkpoint, the best by metric, and protected ones are always kept. Protected ones do not count towards
-    ``max_num``. All checkpoints count towards ``max_mem``.
+    ``max_num``. All checkpoints count towards ``max_mem``, except for copies that somebody made, which are not ours.
 
     Args:
         checkpoints: all committed checkpoints of a directory, oldest first.
         max_num: maximum number of unprotected checkpoints, at least 1; None for no limit.
         max_mem: maximum total size in GB (10^9 bytes); None for no limit.
+        leftover_bytes: size of former checkpoints that cannot be deleted, which counts towards ``max_mem``.
     """
+    checkpoints = [c for c in checkpoints if not c.is_copy]
     # The newest checkpoint with a metric decides whether higher is better. Of equal metrics, the newest counts as best.
     measured = [c for c in checkpoints if c.metric is not None]
     sign = 1 if measured and measured[-1].higher_is_better else -1
     best = max(measured, key=lambda c: (sign * (c.metric or 0.0), c.sequence), default=None)
     unprotected = [c for c in checkpoints if not c.protected]
     too_many = [] if max_num is None else unprotected[:-max_num]
-    total = sum(c.total_bytes for c in checkpoints)
+    total = leftover_bytes + sum(c.total_bytes for c in checkpoints)
     to_delete: list[Checkpoint] = []
     for checkpoint in unprotected:
         too_large = max_mem is not None and total > max_mem * GB

@@ -7,7 +7,6 @@ Each phase succeeds or raises on all ranks; see [Note: agreed errors] in `agreem
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 from collections.abc import Mapping
@@ -24,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from fsdp2_strategy.checkpoint import background_save, directory
 from fsdp2_strategy.checkpoint.components import ModelComponents, SidecarFiles
 from fsdp2_strategy.checkpoint.data_position import DataPosition, Loader
+from fsdp2_strategy.checkpoint.deletion import delete_partial
 from fsdp2_strategy.checkpoint.gc_pause import gc_paused
 from fsdp2_strategy.checkpoint.layout import latest_tag, list_checkpoints
 from fsdp2_strategy.checkpoint.lock import acquire, release_all
@@ -188,6 +188,7 @@ def save_checkpoint(
             models[name] = replace(own, model=root, tokenizer=kept)
         if async_save:
             request = request.snapshot()
+    path, request = request.path, request.resolved()
     laid_out = {name: _lay_out(name, own, request) for name, own in models.items()}
     staging = background_save.staging()
     with all_or_none("save", CheckpointError):
@@ -204,7 +205,7 @@ def save_checkpoint(
         background_save.save_in_background(str(request.path), functools.partial(_execute, plan))
     else:
         _execute(plan)
-    return request.path
+    return path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,23 +374,30 @@ def _execute(plan: _SavePlan) -> None:
             if is_rank_0():
                 directory.warn_of_other_weights(partial, request.path, request.step)
                 directory.commit(partial, request.tag, request.manifest_entries(plan.shard_sizes), digests)
-                if request.save_latest:
-                    directory.update_latest(final)
     except CheckpointError:
         if is_rank_0():
-            with contextlib.suppress(OSError):  # the next save deletes what is left
-                directory.delete(partial.root)
+            delete_partial(partial.root)  # if that fails, the next save deletes what is left
         raise
     with all_or_none(f"rotate the checkpoints in {save_dir}", CheckpointError):
         if is_rank_0():
-            max_num, max_mem = request.max_num, request.max_mem
-            old = checkpoints_to_delete(list_checkpoints(save_dir), max_num=max_num, max_mem=max_mem)
-            if latest_tag(save_dir) in {o.tag for o in old}:  # possible with save_latest=False
+            if request.save_latest:
                 directory.update_latest(final)
-            directory.remove([checkpoint.path for checkpoint in old])
-            for checkpoint in old:
-                log("deleting %s: the limits are max_num %s, max_mem %s GB", checkpoint.path, max_num, max_mem)
+            directory.delete_replaced(save_dir, request.tag)
+            _rotate(request, final)
     log("saved %s", final.root)
+
+
+def _rotate(request: SaveRequest, final: CheckpointPaths) -> None:
+    """Delete old checkpoints, as the limits say; rank 0 calls it. What cannot be deleted is only logged."""
+    save_dir, max_num, max_mem = request.save_dir, request.max_num, request.max_mem
+    leftover_bytes = directory.leftover_bytes(save_dir)
+    committed = list_checkpoints(save_dir)
+    old = checkpoints_to_delete(committed, max_num=max_num, max_mem=max_mem, leftover_bytes=leftover_bytes)
+    # Possible with save_latest=False, or if the disk was full.
+    if latest_tag(save_dir) in {each.tag for each in old} and not directory.update_latest(final):
+        old = [each for each in old if each.tag != latest_tag(save_dir)]
+    for path in directory.remove([checkpoint.path for checkpoint in old]):
+        log("deleting %s: the limits are max_num %s, max_mem %s GB", path, max_num, max_mem)
 
 
 def _create_folders(plan: _SavePlan) -> None:
@@ -406,8 +414,8 @@ def _create_folders(plan: _SavePlan) -> None:
         if is_rank_0():
             directory.make_directory(request.save_dir)
             acquire(request.save_dir)
+            directory.finish_removals()  # first, because it may give back files of others to the name of this tag
             directory.check_replaceable(request.save_dir, request.tag, paths)
-            directory.finish_removals()
             directory.delete_leftovers(request.save_dir)
             needed_bytes = sum(component.total_bytes for component in plan.components)
             needed_bytes += sum(sidecars.total_bytes for sidecars, _ in plan.sidecars)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from fsdp2_strategy.checkpoint.layout import LAST, LATEST, check_tag
 from fsdp2_strategy.checkpoint.paths import META, TRAINING_STEP, CheckpointPaths
 from fsdp2_strategy.checkpoint.rotation import check_limits
 from fsdp2_strategy.checkpoint.several_models import ONLY
-from fsdp2_strategy.distributed.agreement import check_equal
+from fsdp2_strategy.distributed.agreement import check_equal, from_rank_0
 from fsdp2_strategy.distributed.process_group import is_rank_0, world_size
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.json_files import as_json, check_json
@@ -43,6 +44,8 @@ class SaveRequest:
     only_trainable: bool
     meta: Mapping[str, Any] | None
     layout: LeRobotLayout | TrainerLayout | None
+    partial: str = ""
+    """Name of the directory that the ranks write to before the commit; see [Note: hidden names] in `directory`."""
 
     @property
     def step(self) -> int:
@@ -106,11 +109,20 @@ class SaveRequest:
         """
         return replace(self, layout=copy.deepcopy(self.layout)) if is_rank_0() else self
 
+    def resolved(self) -> Self:
+        """Return a request for the directory itself if ``save_dir`` is a link, or a relative path; collective.
+
+        The link, or the working directory, may change while a background save writes.
+        """
+        save_dir = Path(os.path.realpath(self.save_dir))
+        free = directory.free_partial_path(save_dir, self.tag).name if is_rank_0() else ""
+        return replace(self, save_dir=save_dir, partial=from_rank_0(free))
+
     @property
     def partial_paths(self) -> CheckpointPaths:
         """The paths under ``.partial``, where the files are written before the commit."""
         kind = self.layout.kind if self.layout else "own"
-        return CheckpointPaths.of(directory.partial_path(self.save_dir, self.tag), kind)
+        return CheckpointPaths.of(self.save_dir / self.partial, kind)
 
     def manifest_entries(self, shard_sizes: Mapping[str, int]) -> dict[str, Any]:
         """Return the request's values for the manifest, from the shard size of each model."""

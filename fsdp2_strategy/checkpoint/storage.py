@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from fsdp2_strategy import sizes
+from fsdp2_strategy.checkpoint.paths import CheckpointPaths
 from fsdp2_strategy.distributed.agreement import all_or_none, error_text
 from fsdp2_strategy.distributed.process_group import group_in_use, rank, world_size
 from fsdp2_strategy.errors import CheckpointError, DamageError, some
@@ -313,14 +314,20 @@ class SafetensorsReader(StorageReader):
         return False
 
 
-def stored_in(folder: Path) -> dict[str, Entry]:
+def stored_in(folder: Path, paths: CheckpointPaths | None = None) -> dict[str, Entry]:
     """Return the location of every tensor in a folder's safetensors files, by name; not collective.
+
+    Args:
+        folder: the folder.
+        paths: the checkpoint's paths; files that its manifest does not list are not read.
 
     Raises:
         CheckpointError: a header is invalid, or two files contain the same name.
     """
     entries: dict[str, Entry] = {}
     for path in sorted(folder.glob("*.safetensors")):
+        if paths is not None and not paths.lists(path):
+            continue
         for name, entry in read_header(path).items():
             if name in entries:
                 raise CheckpointError(

@@ -8,12 +8,12 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from fsdp2_strategy import sizes
-from fsdp2_strategy.checkpoint.layout import models_in
+from fsdp2_strategy.checkpoint.layout import REMOVED, extra_entries, hidden_in, models_in
 from fsdp2_strategy.checkpoint.paths import RNG, as_path
 from fsdp2_strategy.checkpoint.random_state import RNG_BYTES, check_rng
 from fsdp2_strategy.checkpoint.reader import Opened, open_checkpoint
@@ -35,6 +35,10 @@ class VerifyReport:
 
     problems: list[str]
     """One text for each problem, with tensor, file and byte range if they are known."""
+    extra: list[str] = field(default_factory=list)
+    """Files and directories (with a slash) that others have put into the checkpoint. They are not verified."""
+    is_deleted: bool = False
+    """Whether a run that saves deleted the checkpoint while it was read. Then ``problems`` is empty."""
 
     @property
     def ok(self) -> bool:
@@ -50,12 +54,36 @@ def verify_checkpoint(path: str | Path, *, progress: bool = True) -> VerifyRepor
         progress: show a progress bar, or, if standard error is no terminal, write a line to the log every 30 s.
 
     Returns:
-        A report of all problems. Corruption is reported and never raises.
+        A report of all problems. Corruption is reported and never raises. If a run that saves replaces the checkpoint
+        meanwhile, the new one is verified; if it deletes the checkpoint, the report says so.
 
     Raises:
         CheckpointError: ``path`` is not a path.
     """
     path = as_path(path, "verify a checkpoint")
+    before = _identity(path)
+    report = _verify(path, progress=progress)
+    if before is None and any(tag == path.name for _, tag in hidden_in(path.parent, REMOVED)):
+        return VerifyReport([], is_deleted=True)
+    if report.ok or _identity(path) == before:
+        return report
+    if (again := _identity(path)) is not None:
+        report = _verify(path, progress=progress)
+    if again is None or _identity(path) != again:
+        return VerifyReport([], is_deleted=True)
+    return report
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Return what tells a directory from another one of the same name; None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _verify(path: Path, *, progress: bool) -> VerifyReport:
     try:
         opened = open_checkpoint(path)
     except CheckpointError as error:
@@ -70,7 +98,7 @@ def verify_checkpoint(path: str | Path, *, progress: bool = True) -> VerifyRepor
         problems = _problems_of_states(opened)
     if len(problems) > _MAX_PROBLEMS:
         problems[_MAX_PROBLEMS:] = [f"and {len(problems) - _MAX_PROBLEMS:,} further problems"]
-    return VerifyReport(problems)
+    return VerifyReport(problems, extra_entries(path, opened.manifest["files"]))
 
 
 _Task = tuple[Path, list[CheckedRange]]

@@ -14,9 +14,9 @@ import torch
 
 from fsdp2_strategy import sizes
 from fsdp2_strategy.checkpoint.layout import models_in
-from fsdp2_strategy.checkpoint.reader import Opened, open_checkpoint
+from fsdp2_strategy.checkpoint.reader import Opened, opened_with_headers
 from fsdp2_strategy.checkpoint.storage import stored_in
-from fsdp2_strategy.cli.found import components_in, newest_at
+from fsdp2_strategy.cli.found import components_in, read_newest
 from fsdp2_strategy.cli.output import Output
 from fsdp2_strategy.errors import counted
 from fsdp2_strategy.hf.regions import Region
@@ -34,9 +34,7 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
         CheckpointError: there is no checkpoint.
         DamageError: a checkpoint is corrupt.
     """
-    a, b = (open_checkpoint(newest_at(path)) for path in (parsed.a, parsed.b))
-    a.check_headers()
-    b.check_headers()
+    a, b = (read_newest(path, None, opened_with_headers) for path in (parsed.a, parsed.b))
     tensors_a, tensors_b = _tensors(a), _tensors(b)
     equal = differing = 0
     shared = [name for name in tensors_a if name in tensors_b]
@@ -98,7 +96,8 @@ class _Difference:
 def _tensors(opened: Opened) -> dict[str, Entry]:
     """Return the tensors of all components; the names begin with those of the model, if it has one, and component."""
     folders = components_in(opened.paths, models_in(opened.manifest))
-    return {f"{part}: {name}": e for part, folder in folders.items() for name, e in stored_in(folder).items()}
+    found = {part: stored_in(folder, opened.paths) for part, folder in folders.items()}
+    return {f"{part}: {name}": entry for part, entries in found.items() for name, entry in entries.items()}
 
 
 def _compare(reader_a: Reader, a: Entry, reader_b: Reader, b: Entry) -> _Difference:

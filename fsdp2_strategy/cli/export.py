@@ -17,7 +17,7 @@ from fsdp2_strategy.checkpoint.layout import (
     models_in,
 )
 from fsdp2_strategy.checkpoint.paths import TRAINABLE, WRAPPER, CheckpointPaths
-from fsdp2_strategy.checkpoint.reader import Opened, open_checkpoint
+from fsdp2_strategy.checkpoint.reader import Opened, opened_with_headers
 from fsdp2_strategy.checkpoint.storage import stored_in
 from fsdp2_strategy.cli.found import newest_at
 from fsdp2_strategy.cli.output import Output
@@ -37,10 +37,9 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
     dtype = getattr(torch, parsed.dtype) if parsed.dtype else None
     if is_checkpoint(parsed.path) or checkpoints_with_manifest(parsed.path):
         path = newest_at(parsed.path, parsed.tag)
-        opened = open_checkpoint(path)
+        opened = opened_with_headers(path)
         paths = _paths_of_model(opened, parsed.model)
         _check_exportable(paths)
-        opened.check_headers()
         copy_folder(
             paths.model,
             parsed.output,

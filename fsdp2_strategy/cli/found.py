@@ -6,20 +6,28 @@ them unusable. This module does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import TypeVar
 
 from fsdp2_strategy.checkpoint.layout import (
     Checkpoint,
     checkpoints_with_manifest,
     describe_missing,
+    extra_entries,
     is_checkpoint,
     problem_of,
     read_checkpoint,
+    read_manifest,
     without_manifest,
 )
-from fsdp2_strategy.checkpoint.paths import EMA, OPTIMIZER, TRAINABLE, WRAPPER, CheckpointPaths
+from fsdp2_strategy.checkpoint.paths import EMA, OPTIMIZER, TRAINABLE, WRAPPER, CheckpointPaths, exists
 from fsdp2_strategy.errors import CheckpointError, did_you_mean
+
+T = TypeVar("T")
+
+_LISTS = 3
+"""How often a directory is listed if checkpoints vanish from it meanwhile."""
 
 Found = tuple[Path, Checkpoint | None, str]
 """The directory of a checkpoint; the checkpoint, or None if its manifest is invalid; what makes it unusable, or ""."""
@@ -33,11 +41,28 @@ def checkpoints_at(path: Path) -> list[Found]:
     """
     if is_checkpoint(path):
         return [(path, read_checkpoint(path), problem_of(path))]
-    found: list[Found] = [(c.path, c, problem_of(c.path)) for c in checkpoints_with_manifest(path)]
-    found += [(each, None, problem_of(each)) for each in without_manifest(path)]
+    for _ in range(_LISTS):
+        found: list[Found] = [(c.path, c, problem_of(c.path)) for c in checkpoints_with_manifest(path)]
+        found += [(each, None, problem_of(each)) for each in without_manifest(path)]
+        if all(exists(each) for each, _, _ in found):
+            break
+    found = [each for each in found if exists(each[0])]
     if not found:
         raise CheckpointError(f"no checkpoint to read: {describe_missing(path)}")
     return found
+
+
+def extra_in(path: Path) -> list[str]:
+    """Return what others have put into a checkpoint; see `extra_entries`."""
+    try:
+        return extra_entries(path, read_manifest(path)["files"])
+    except CheckpointError:
+        return []
+
+
+def extra_text(extra: Collection[str]) -> str:
+    """Return the names of extra files as the end of a line."""
+    return f"  (extra files: {', '.join(extra)})" if extra else ""
 
 
 def components_in(paths: CheckpointPaths, models: Collection[str]) -> dict[str, Path]:
@@ -50,6 +75,21 @@ def components_in(paths: CheckpointPaths, models: Collection[str]) -> dict[str, 
     return folders
 
 
+def read_newest(path: Path, tag: str | None, read: Callable[[Path], T]) -> T:
+    """Read the checkpoint that `newest_at` returns; if a run deletes it meanwhile, read the one that is newest then.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is corrupt.
+    """
+    chosen = newest_at(path, tag)
+    try:
+        return read(chosen)
+    except (CheckpointError, OSError):
+        if exists(chosen):
+            raise
+    return read(newest_at(path, tag))
+
+
 def newest_at(path: Path, tag: str | None = None) -> Path:
     """Return the checkpoint at ``path``; or, in a directory of checkpoints, the one named ``tag``, or the newest.
 
@@ -60,6 +100,8 @@ def newest_at(path: Path, tag: str | None = None) -> Path:
         return path
     committed = checkpoints_with_manifest(path)
     tags = [checkpoint.tag for checkpoint in committed]
+    if tag is not None and tag not in tags and is_checkpoint(path / tag):
+        return path / tag  # a link
     if tag is not None and tag not in tags:
         raise CheckpointError(
             f"no checkpoint {tag!r} in {path}, expected one of {tags}.{did_you_mean(tag, tags)}"
@@ -68,4 +110,4 @@ def newest_at(path: Path, tag: str | None = None) -> Path:
         )
     if not committed:
         raise CheckpointError(f"no checkpoint to read: {describe_missing(path)}")
-    return path / tag if tag is not None else committed[-1].path
+    return committed[-1 if tag is None else tags.index(tag)].path

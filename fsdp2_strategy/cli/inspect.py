@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fsdp2_strategy.checkpoint.layout import models_in, read_checkpoint
+from fsdp2_strategy.checkpoint.layout import extra_entries, models_in, read_checkpoint
 from fsdp2_strategy.checkpoint.paths import CheckpointPaths
-from fsdp2_strategy.checkpoint.reader import Opened, open_checkpoint
+from fsdp2_strategy.checkpoint.reader import Opened, opened_with_headers
 from fsdp2_strategy.checkpoint.storage import stored_in
-from fsdp2_strategy.cli.found import components_in, newest_at
+from fsdp2_strategy.cli.found import components_in, read_newest
 from fsdp2_strategy.cli.output import Output
 from fsdp2_strategy.errors import counted, size_text
 from fsdp2_strategy.hf.safetensors_format import Entry
@@ -32,12 +32,8 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
         CheckpointError: there is no checkpoint.
         DamageError: the checkpoint is corrupt.
     """
-    path = newest_at(parsed.path, parsed.tag)
-    opened = open_checkpoint(path)
-    opened.check_headers()
-    state = opened.state_of_run()
-    components = _components(opened)
-    summary = _summary(path, opened.manifest, state)
+    opened, state, components = read_newest(parsed.path, parsed.tag, _read)
+    summary = _summary(opened.paths.root, opened.manifest, state)
     if models := models_in(opened.manifest):
         summary["models"] = {name: _of_model(opened, name) for name in models}
     summary["components"] = {name: _totals(entries) for name, entries in components.items()}
@@ -63,6 +59,12 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
     return 0
 
 
+def _read(path: Path) -> tuple[Opened, dict[str, Any], dict[str, dict[str, Entry]]]:
+    """Return a checkpoint, its state, and the tensors of its components."""
+    opened = opened_with_headers(path)
+    return opened, opened.state_of_run(), _components(opened)
+
+
 def _of_model(opened: Opened, name: str) -> dict[str, Any]:
     """Return what a checkpoint has of one of several models, besides tensors."""
     state = opened.state_of_model(name)
@@ -78,7 +80,7 @@ def _of_model(opened: Opened, name: str) -> dict[str, Any]:
 
 def _components(opened: Opened) -> dict[str, dict[str, Entry]]:
     folders = components_in(opened.paths, models_in(opened.manifest))
-    found = {name: stored_in(folder) for name, folder in folders.items() if folder.is_dir()}
+    found = {name: stored_in(folder, opened.paths) for name, folder in folders.items() if folder.is_dir()}
     return {name: dict(sorted(entries.items())) for name, entries in found.items() if entries}
 
 
@@ -103,6 +105,7 @@ def _summary(path: Path, manifest: Mapping[str, Any], state: Mapping[str, Any]) 
         "loss_scale": state.get("loss_scale"),
         "data_position": data and data.get("state", {"saved by": f"{data.get('ranks')} ranks, one state per rank"}),
         "client_state": state.get("client_state"),
+        "extra_files": extra_entries(path, manifest["files"]),
     }
 
 

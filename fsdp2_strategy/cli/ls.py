@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2_strategy.checkpoint.layout import Checkpoint
-from fsdp2_strategy.checkpoint.paths import TRAINABLE, CheckpointPaths
-from fsdp2_strategy.cli.found import checkpoints_at
+from fsdp2_strategy.checkpoint.paths import TRAINABLE, CheckpointPaths, exists, is_directory
+from fsdp2_strategy.cli.found import checkpoints_at, extra_in, extra_text
 from fsdp2_strategy.cli.output import Output
 from fsdp2_strategy.errors import size_text
 
@@ -28,23 +28,28 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
     """
     status = 0
     for path, checkpoint, problem in checkpoints_at(parsed.path):
-        output.values.append(_entry(path, checkpoint, problem))
+        saved = _saved(path)
+        if saved is None and not exists(path):
+            continue  # a run has deleted it meanwhile
+        extra = extra_in(path) if checkpoint is not None else []
+        output.values.append(_entry(path, checkpoint, problem, saved or 0) | {"extra": extra})
         if checkpoint is None:
             output.line(f"   -  {path.name:<24} UNUSABLE: {problem}", is_problem=True)
         else:
-            output.line(_line(checkpoint, problem), is_problem=bool(problem))
+            output.line(_line(checkpoint, problem, saved or 0) + extra_text(extra), is_problem=bool(problem))
         status |= bool(problem)
     return status
 
 
-def _entry(path: Path, checkpoint: Checkpoint | None, problem: str) -> dict[str, Any]:
-    entry: dict[str, Any] = {"path": str(path), "tag": path.name, "problem": problem or None}
+def _entry(path: Path, checkpoint: Checkpoint | None, problem: str, saved: float) -> dict[str, Any]:
+    tag = path.name if checkpoint is None else checkpoint.tag
+    entry: dict[str, Any] = {"path": str(path), "tag": tag, "problem": problem or None}
     if checkpoint is not None:
         entry |= {
             "sequence": checkpoint.sequence,
             "step": checkpoint.step,
             "bytes": checkpoint.total_bytes,
-            "saved": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(_saved(path))),
+            "saved": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(saved)),
             "protected": checkpoint.protected,
             "metric": checkpoint.metric,
             "higher_is_better": checkpoint.higher_is_better,
@@ -54,24 +59,29 @@ def _entry(path: Path, checkpoint: Checkpoint | None, problem: str) -> dict[str,
     return entry
 
 
-def _line(checkpoint: Checkpoint, problem: str) -> str:
-    saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(_saved(checkpoint.path)))
+def _line(checkpoint: Checkpoint, problem: str, saved: float) -> str:
+    date = time.strftime("%Y-%m-%d %H:%M", time.localtime(saved))
     notes = ["protected"] if checkpoint.protected else []
     notes += [f"models {', '.join(checkpoint.models)}"] if checkpoint.models else []
+    notes += ["copied or renamed"] if checkpoint.is_copy else []
     notes += ["trainable weights only"] if _is_only_trainable(checkpoint) else []
     notes += [f"metric {checkpoint.metric:g}"] if checkpoint.metric is not None else []
     notes += [f"UNUSABLE: {problem}"] if problem else []
     size = size_text(checkpoint.total_bytes)
     return (
-        f"{checkpoint.sequence:>4}  {checkpoint.tag:<24} step {checkpoint.step:<8} {size:>12}  {saved}"
+        f"{checkpoint.sequence:>4}  {checkpoint.tag:<24} step {checkpoint.step:<8} {size:>12}  {date}"
         f"{'  ' + ', '.join(notes) if notes else ''}"
     )
 
 
-def _saved(path: Path) -> float:
-    return CheckpointPaths.found_in(path).manifest.stat().st_mtime
+def _saved(path: Path) -> float | None:
+    """Return the time when a checkpoint was saved; None if it has no manifest."""
+    try:
+        return CheckpointPaths.found_in(path).manifest.stat().st_mtime
+    except OSError:
+        return None
 
 
 def _is_only_trainable(checkpoint: Checkpoint) -> bool:
     paths = CheckpointPaths.found_in(checkpoint.path)
-    return any((each.state / TRAINABLE).is_dir() for each in paths.of_models(checkpoint.models).values())
+    return any(is_directory(each.state / TRAINABLE) for each in paths.of_models(checkpoint.models).values())

@@ -55,18 +55,18 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     command = _add(commands, "ls", "list the checkpoints of a directory, oldest first, and the unusable ones")
-    command.add_argument("path", type=Path, help=_PATH)
+    command.add_argument("path", type=_path, help=_PATH)
     command = _add(commands, "verify", "read every byte of a checkpoint and compare it with its checksums")
-    command.add_argument("path", type=Path, help=f"{_PATH}; all checkpoints of a directory are verified")
+    command.add_argument("path", type=_path, help=f"{_PATH}; all checkpoints of a directory are verified")
     command = _add(commands, "inspect", "print the content of a checkpoint: tensors, optimizer, step, data position")
-    command.add_argument("path", type=Path, help=f"{_PATH}; the newest checkpoint of a directory is printed")
+    command.add_argument("path", type=_path, help=f"{_PATH}; the newest checkpoint of a directory is printed")
     command.add_argument("--tag", help="name of the checkpoint in the directory; by default the newest")
     command = _add(commands, "diff", "compare the tensors of two checkpoints, and print which differ and by how much")
-    command.add_argument("a", type=Path, help=f"{_PATH}; the newest checkpoint of a directory is compared")
-    command.add_argument("b", type=Path, help="the checkpoint to compare with")
+    command.add_argument("a", type=_path, help=f"{_PATH}; the newest checkpoint of a directory is compared")
+    command.add_argument("b", type=_path, help="the checkpoint to compare with")
     command = _add(commands, "export", "make a Hugging Face folder from a checkpoint", has_json=False)
-    command.add_argument("path", type=Path, help=f"{_PATH}; the newest checkpoint of a directory is exported")
-    command.add_argument("output", type=Path, help="the folder to write; it must not exist, or be empty")
+    command.add_argument("path", type=_path, help=f"{_PATH}; the newest checkpoint of a directory is exported")
+    command.add_argument("output", type=_path, help="the folder to write; it must not exist, or be empty")
     command.add_argument("--tag", help="name of the checkpoint in the directory; by default the newest")
     command.add_argument("--model", help="name of the model in a checkpoint of several models")
     command.add_argument(
@@ -75,8 +75,16 @@ def _parser() -> argparse.ArgumentParser:
         help="dtype of floating-point tensors; by default that of the checkpoint",
     )
     command.add_argument("--trust", action="store_true", help="unpickle files of other systems (.distcp, .pt, .bin)")
-    command.add_argument("--beside", type=Path, help="folder to copy configuration and tokenizer from, for such files")
+    command.add_argument("--beside", type=_path, help="folder to copy configuration and tokenizer from, for such files")
     return parser
+
+
+def _path(text: str) -> Path:
+    """Return a path of the command line; a shell does not replace ``~`` within ``--option=~/...``."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
 
 
 def _add(commands: Any, name: str, text: str, *, has_json: bool = True) -> argparse.ArgumentParser:

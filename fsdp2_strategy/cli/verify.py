@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import argparse
 
-from fsdp2_strategy.checkpoint.verify import verify_checkpoint
-from fsdp2_strategy.cli.found import checkpoints_at
+from fsdp2_strategy.checkpoint.paths import exists
+from fsdp2_strategy.checkpoint.verify import VerifyReport, verify_checkpoint
+from fsdp2_strategy.cli.found import checkpoints_at, extra_text
 from fsdp2_strategy.cli.output import Output
 from fsdp2_strategy.distributed.log import show_log
 from fsdp2_strategy.errors import counted
@@ -27,9 +28,13 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
     status = 0
     for path, _, _ in checkpoints_at(parsed.path):
         report = verify_checkpoint(path, progress=output.shows_progress)
-        output.values.append({"path": str(path), "ok": report.ok, "problems": report.problems})
+        if not report.ok and not exists(path):
+            report = VerifyReport([], is_deleted=True)
+        facts = {"ok": report.ok, "problems": report.problems, "extra": report.extra, "deleted": report.is_deleted}
+        output.values.append({"path": str(path), **facts})
         text = "ok" if report.ok else counted(len(report.problems), "problem")
-        output.line(f"{path}: {text}", is_problem=not report.ok)
+        text = "deleted by a run while it was read" if report.is_deleted else text
+        output.line(f"{path}: {text}{extra_text(report.extra)}", is_problem=not report.ok)
         for problem in report.problems:
             output.line(f"  {problem}", is_problem=True)
         status |= not report.ok

@@ -6,6 +6,7 @@ that they belong to.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,12 @@ def origin_of(module: nn.Module) -> tuple[WeightsSource, str] | None:
 
 
 def open_folder(
-    model: nn.Module, path: str | Path, *, has_model_names: bool = False, has_adapters: bool = False
+    model: nn.Module,
+    path: str | Path,
+    *,
+    has_model_names: bool = False,
+    has_adapters: bool = False,
+    belongs: Callable[[Path], bool] | None = None,
 ) -> WeightsSource:
     """Return the origin for a folder, a safetensors file or an index.
 
@@ -73,6 +79,7 @@ def open_folder(
         path: the folder, file or index.
         has_model_names: whether the files use the model's own names, including adapters, instead of Hugging Face names.
         has_adapters: whether the files contain the model's adapters in addition to the weights of the base model.
+        belongs: whether a file in the folder belongs to it, and was not put there by others.
 
     Raises:
         CheckpointError: the folder does not exist, it contains no weights, or its index is invalid.
@@ -80,7 +87,8 @@ def open_folder(
     path = Path(path)
     chosen = path
     if path.is_dir():
-        chosen = next((path / name for name in (WEIGHTS, INDEX) if (path / name).is_file()), path / WEIGHTS)
+        known = [path / name for name in (WEIGHTS, INDEX) if belongs is None or belongs(path / name)]
+        chosen = next((file for file in known if file.is_file()), path / WEIGHTS)
     if not chosen.is_file():
         found = f"contains {sorted(p.name for p in path.iterdir())[:8]}" if path.is_dir() else "does not exist"
         raise CheckpointError(

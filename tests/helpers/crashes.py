@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
 import time
@@ -21,7 +20,7 @@ from helpers.pool import processes
 
 ON_DISK = [
     (os, "fsync"),
-    (shutil, "rmtree"),
+    *((os, name) for name in ("unlink", "rmdir")),
     *((Path, name) for name in ("rename", "replace", "write_bytes", "mkdir", "symlink_to", "unlink")),
     (saving, "write_components"),
 ]

@@ -18,10 +18,7 @@ from fsdp2_strategy.checkpoint.directory import NOT_CHECKPOINTS
 
 @contextlib.contextmanager
 def uploads_of_saved_files() -> Iterator[None]:
-    """Make the uploads of the Trainer that this block starts ignore the lock and uncommitted saves; not collective.
-
-    To read the lock file would release the lock: POSIX releases it when the process closes any descriptor of the file.
-    """
+    """Make the uploads of the Trainer that this block starts ignore the lock and uncommitted saves; not collective."""
     trainer: Any = transformers.trainer
     api = trainer.hf_api() if hasattr(trainer, "hf_api") else trainer  # before transformers 5.24, functions
     upload = api.upload_folder

@@ -8,6 +8,7 @@ saved, and restored with the optimizer.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Collection
 from dataclasses import asdict
@@ -38,8 +39,8 @@ def save(engine: Any, path: Path, *, step: int, max_num: int | None) -> None:
 
     Raises:
         ConfigError: on every rank: ``async_save`` in supervised fine-tuning.
-        CheckpointError: on every rank; see `save_checkpoint`. Or an older checkpoint cannot be renamed; the new one is
-            complete then, and the next save tries again.
+        CheckpointError: on every rank; see `save_checkpoint`. An older checkpoint that cannot be deleted is only
+            logged.
     """
     config = engine.checkpoint_config
     contents = set(config.save_contents)
@@ -95,9 +96,9 @@ _STEP = "global_step_*"
 
 
 def _delete_files_of_verl(path: Path) -> None:
-    """Delete the files that verl added to a checkpoint, if a save replaces it; verl writes them again after the save.
+    """Delete the files that verl added to a checkpoint that is replaced or deleted; verl writes them again after a save.
 
-    With them, the directory would not be recognised as a checkpoint that may be replaced.
+    Otherwise, they would be kept as files of others; see [Note: files of others] in `deletion`.
     """
     if CheckpointPaths.found_in(path).manifest.exists():
         for file in (*path.glob("data_*.pt"), *path.glob("lora_train_meta.json")):
@@ -110,16 +111,17 @@ def _delete_older(saved: list[Path], path: Path, max_num: int | None) -> None:
     `directory.delete_leftovers` misses these leftovers: in RLHF, verl saves each checkpoint in a folder of its own; in
     supervised fine-tuning, verl adds files to a checkpoint.
 
-    Raises:
-        CheckpointError: on every rank: a checkpoint cannot be renamed.
     """
     with all_or_none(f"delete checkpoints older than {path}", CheckpointError):
         if is_rank_0():
             directory.finish_removals()
             saved[:] = [each for each in saved if each.exists()]  # a save that failed in the background left none
             surplus = saved[:-max_num] if max_num else []
-            directory.remove(surplus, _leftovers(path))
-            del saved[: len(surplus)]
+            for each in surplus:
+                with contextlib.suppress(OSError):  # they are kept then
+                    _delete_files_of_verl(each)
+            removed = directory.remove(surplus, _leftovers(path))
+            saved[:] = [each for each in saved if each not in removed]
 
 
 def _leftovers(path: Path) -> list[Path]:
