@@ -125,8 +125,8 @@ def _read(path: Path, error: type[FSDP2StrategyError]) -> bytes:
     except (OSError, ValueError) as failure:
         found = "it is a symbolic link" if getattr(failure, "errno", None) == errno.ELOOP else str(failure)
         raise refusal(found) from failure
-    with os.fdopen(descriptor, "rb") as file:
-        facts = os.fstat(file.fileno())
+    try:
+        facts = os.fstat(descriptor)
         if not stat.S_ISREG(facts.st_mode):
             raise refusal("it is not a regular file")
         if facts.st_uid != os.geteuid():
@@ -134,7 +134,11 @@ def _read(path: Path, error: type[FSDP2StrategyError]) -> bytes:
         if facts.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
             mode = f"its mode is {stat.S_IMODE(facts.st_mode):04o}"
             raise refusal(mode, "Others may have read it: make a new one, and set its mode with chmod 600.")
-        content = file.read(_MOST_BYTES + 1).strip()
+        content = os.read(descriptor, _MOST_BYTES + 1).strip()
+    except OSError as failure:
+        raise refusal(str(failure)) from failure
+    finally:
+        os.close(descriptor)
     if not LEAST_BYTES <= len(content) <= _MOST_BYTES:
         raise refusal(f"it has {len(content) if len(content) <= _MOST_BYTES else f'over {_MOST_BYTES}'} bytes")
     return content

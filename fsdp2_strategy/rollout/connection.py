@@ -79,6 +79,8 @@ _HALF_OPEN = 64
 """Maximum number of sockets whose handshake is not complete."""
 _ID_BYTES = 16
 _ACCEPTED = b"accepted"
+_SIZES = struct.Struct("<qq")
+"""The beginning of a message: the size of its header in bytes, and the number of its tensors."""
 _NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 """Errors of a socket that does not block."""
 
@@ -527,7 +529,7 @@ class Connection:
             )
         # Before the header is written: an error here must not leave an incomplete message.
         memories = [memory_of(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()) for tensor in tensors]
-        head = struct.pack("<q", len(text)) + text
+        head = _SIZES.pack(len(text), len(tensors)) + text
         nbytes = len(head) + 2 * TAG_BYTES + sum(memory.nbytes for memory in memories)
         with self._connection_errors("it has not accepted data"):
             self._requests.settimeout(self._progress_seconds)
@@ -558,16 +560,19 @@ class Connection:
             self._requests.settimeout(within_seconds)
             self._input.peek(1)
             self._requests.settimeout(self._progress_seconds)
-            size = self._read(8)
-            [length] = struct.unpack("<q", size)
-            if not 0 < length <= sizes.HEADER_BYTES:
-                raise ValueError(f"a header of {length} bytes")
+            size = self._read(_SIZES.size)
+            length, count = _SIZES.unpack(size)
+            if not 0 < length <= sizes.HEADER_BYTES or not 0 <= count <= sizes.MESSAGE_TENSORS:
+                raise ValueError(
+                    f"a header of {length} bytes for {count} tensors, expected at most {sizes.HEADER_BYTES} and "
+                    f"{sizes.MESSAGE_TENSORS}"
+                )
             text = self._read(length)
             self._check_tag(self._keys.receiving.tag(size + text))
             header = json.loads(text)
             if not isinstance(header, dict):
                 raise ValueError("a header that is not a mapping")
-            if not (kinds := described(header)):
+            if not (kinds := described(header, count)):
                 return header, []
             mac = self._keys.receiving.begin()
             tensors = [self._read_tensor(dtype, shape, mac) for dtype, shape in kinds]

@@ -174,9 +174,10 @@ def greet_trainer(half: HalfOpen, credentials: Credentials, deadline: float) -> 
     try:
         greeting = _read_greeting(half.socket, "trainer", deadline)
     except _OtherVersionError:
-        _send(half.socket, own, deadline)
-        half.socket.shutdown(socket.SHUT_WR)
-        with suppress(OSError):  # closing a socket with unread bytes would discard what was sent
+        with suppress(OSError):
+            _send(half.socket, own, deadline)
+            half.socket.shutdown(socket.SHUT_WR)
+            # Closing a socket with unread bytes would discard what was sent.
             read_exactly(half.socket, _MOST_UNREAD_BYTES, deadline)
         raise
     _send(half.socket, own, deadline)

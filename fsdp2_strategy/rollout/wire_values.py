@@ -50,16 +50,20 @@ def describe(tensors: Sequence[torch.Tensor]) -> list[tuple[str, list[int]]]:
     return [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors]
 
 
-def described(header: Mapping[str, Any]) -> list[tuple[torch.dtype, list[int]]]:
+def described(header: Mapping[str, Any], count: int) -> list[tuple[torch.dtype, list[int]]]:
     """Return the dtypes and shapes of the tensors that follow a received header.
 
+    Args:
+        header: the header.
+        count: their number.
+
     Raises:
-        ValueError: they are malformed, too many or too large.
+        ValueError: they are malformed, too large, or have another number.
     """
     given = header.get("tensors", [])
-    if not isinstance(given, list) or len(given) > sizes.MESSAGE_TENSORS:
+    if not isinstance(given, list) or len(given) != count:
         found = f"{len(given)} tensors" if isinstance(given, list) else f"a {type(given).__name__} of tensors"
-        raise ValueError(f"{found} in a message, expected at most {sizes.MESSAGE_TENSORS}")
+        raise ValueError(f"{found} in a header, expected {count}")
     tensors, total = [], 0
     for each in given:
         if not isinstance(each, list) or len(each) != 2 or not isinstance(each[0], str) or each[0] not in _DTYPES:
