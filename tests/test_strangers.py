@@ -546,9 +546,10 @@ def test_a_header_that_would_cause_much_work_ends_the_session_at_once(said, capl
         text = json.dumps(said).encode()
         count = len(said.get("tensors", ())) - ("lies" in said)
         head = struct.pack("<qq", len(text), count) + text
-        end._connection._output.write(head + end._connection._keys.sending.tag(head))
         began = time.process_time()
-        end._connection._output.flush()
+        with suppress(OSError):  # the server may have closed the connection
+            end._connection._output.write(head + end._connection._keys.sending.tag(head))
+            end._connection._output.flush()
         with pytest.raises(RolloutError, match="is lost"):
             end.generate()
         assert time.process_time() - began < 2

@@ -89,6 +89,7 @@ def _are_sampling_params(value: Any) -> bool:
 _FLAG = _Kind("a bool", lambda value: type(value) is bool)
 _COUNT = _Kind(f"an integer from 0 to {_LARGEST}", lambda value: _is_integer(value, 0))
 _INTEGER = _Kind(f"an integer of at most {_LARGEST}", _is_integer)
+_SEED = _Kind("an integer of 64 bits", lambda value: _is_integer(value, -(2**63), 2**64 - 1))
 _COPIES = _Kind(f"an integer from 1 to {_MOST_COPIES}", lambda value: _is_integer(value, 1, _MOST_COPIES))
 _NUMBER = _Kind("a finite number", _is_number)
 _EARLY_STOPPING = _Kind("a bool or 'never'", lambda value: type(value) is bool or value == "never")
@@ -154,7 +155,8 @@ SAMPLING = {
         ("max_new_tokens", "max_tokens", "min_new_tokens", "min_tokens", "logprobs", "prompt_logprobs"), _COUNT
     ),
     **dict.fromkeys(("n", "best_of"), _COPIES),
-    **dict.fromkeys(("top_k", "truncate_prompt_tokens", "seed", "sampling_seed"), _INTEGER),
+    **dict.fromkeys(("top_k", "truncate_prompt_tokens"), _INTEGER),
+    **dict.fromkeys(("seed", "sampling_seed"), _SEED),
     **dict.fromkeys(
         (
             *("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
@@ -185,7 +187,8 @@ GENERATE = {
         ),
         _COUNT,
     ),
-    **dict.fromkeys(("logprob_start_len", "seed"), _INTEGER),
+    "logprob_start_len": _INTEGER,
+    "seed": _SEED,
     **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), _COPIES),
     **dict.fromkeys(
         (
