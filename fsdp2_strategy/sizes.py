@@ -3,7 +3,7 @@
 Read them as ``sizes.X`` at the time of use; a ``from … import`` or a default argument would keep an old value. Files
 that were written with other values of these sizes can be read, because checksum manifests record their block size. The
 fingerprints of weights that a checkpoint leaves out record it, too. Both ends of a remote connection need the same
-``HEADER_BYTES``.
+``HEADER_BYTES`` and ``MESSAGE_TENSORS``.
 """
 
 from __future__ import annotations
@@ -58,6 +58,10 @@ LARGE_BYTES = 16 << 20
 loads one batch of weights, of at least this size, while it receives the next one."""
 HEADER_BYTES = 64 << 20
 """Maximum size of the header of a message between a trainer and a remote engine."""
+MESSAGE_TENSORS = 1 << 16
+"""Maximum number of tensors in such a message."""
+MAC_BYTES = 8 << 20
+"""Bytes of a received tensor that are authenticated while the next ones are received."""
 COMPARED_BYTES = 8 << 20
 """Bytes of a shard, in the dtype in which it is sent, that are compared at a time with its last version."""
 GATHER_BYTES = 256 << 20

@@ -482,7 +482,9 @@ class FSDPV2Strategy(TrainingStrategy):
             engine_type: "transformers", "vllm", "sglang", "remote", a name that you have added to `rollout.ENGINES`,
                 or an engine. "remote" is an engine in another process, at ``args.remote_engine_address`` or on rank
                 ``args.remote_engine_rank`` of the default group. Rank 0 connects to it. An error is raised if it does
-                not connect, or sends no heartbeat, for ``args.remote_engine_timeout_seconds`` (default 60).
+                not connect, or sends no heartbeat, for ``args.remote_engine_timeout_seconds`` (default 60). Other
+                options of it: ``remote_engine_progress_seconds``, ``remote_engine_secret_file`` and
+                ``remote_engine_tls_ca_file``; see `RemoteEngine`.
             actor: the model whose weights are loaded; with None, no weights are loaded.
 
         Returns:

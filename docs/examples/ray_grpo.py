@@ -14,6 +14,7 @@ The task and the loss are those of arithmetic.py and grpo.py.
 import argparse
 import json
 import os
+import secrets
 import shutil
 import time
 from pathlib import Path
@@ -51,7 +52,7 @@ class Trainer:
     def train(self, args: argparse.Namespace, rendezvous: Rendezvous, engine_address: str, reward: Any) -> None:
         """Train from the newest checkpoint to the last step; collective."""
         # Not `from ... import ENGINES`: Ray would copy the names of this script to the actor, and change the copy.
-        inference.ENGINES["ray"] = lambda *_: RemoteEngine(engine_address)
+        inference.ENGINES["ray"] = lambda *_: RemoteEngine(engine_address, secret=rendezvous.secret)
         with strategy_of(args, rendezvous) as strategy:
             actor, optimizer, scheduler, reference, first = grpo.prepare(strategy, args, args.policy)
             strategy.setup_inference_engine(args, "ray", actor)  # sends all weights
@@ -114,8 +115,8 @@ def rollout(strategy: FSDPV2Strategy, args: argparse.Namespace, step: int, rewar
 class Engine:
     """An inference engine that serves one trainer after another."""
 
-    def __init__(self) -> None:
-        self._address = listen_at_free_port(ray.util.get_node_ip_address())
+    def __init__(self, secret: str) -> None:
+        self._address = listen_at_free_port(ray.util.get_node_ip_address(), secret=secret)
 
     def address(self) -> str:
         return self._address
@@ -151,7 +152,8 @@ class Actors:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.server = RendezvousServer(ray.util.get_node_ip_address())
+        self.secret = secrets.token_hex(32)  # Ray passes it to the actors
+        self.server = RendezvousServer(ray.util.get_node_ip_address(), secret=self.secret)
         self.handles: dict[str, Any] = {}
         self.serving: dict[str, Any] = {}
         """The calls of `Engine.serve`, which end only with an error."""
@@ -174,12 +176,12 @@ class Actors:
         for name in self.trainers:
             self._start(name, Trainer, on_device)
         for name in self.engines:  # `serve` occupies one thread; the other one answers further calls
-            self._start(name, Engine, {**on_device, "max_concurrency": 2})
+            self._start(name, Engine, {**on_device, "max_concurrency": 2}, self.secret)
         self._start("reward", Reward, {"num_cpus": 0})
 
-    def _start(self, name: str, kind: type, options: dict[str, Any]) -> None:
+    def _start(self, name: str, kind: type, options: dict[str, Any], *arguments: str) -> None:
         if name not in self.handles:
-            self.handles[name] = ray.remote(**options)(kind).remote()
+            self.handles[name] = ray.remote(**options)(kind).remote(*arguments)
 
     def replace_dead(self) -> list[str]:
         """Replace the actors that no longer answer or serve, and return their names."""
@@ -235,7 +237,7 @@ class Actors:
         """Call a method of all trainers at once; return the errors by name when all calls have ended."""
         calls = {}
         for rank, name in enumerate(self.trainers):
-            rendezvous = Rendezvous(self.server.address, rank, TRAINERS)
+            rendezvous = Rendezvous(self.server.address, rank, TRAINERS, self.secret)
             calls[getattr(self.handles[name], method).remote(args, rendezvous, *extra[rank])] = name
         running = list(calls)
         while running and not any(error_of(call) for call in calls if call not in running):

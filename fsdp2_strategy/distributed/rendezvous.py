@@ -24,16 +24,19 @@ import time
 import uuid
 from collections.abc import Sequence
 from datetime import timedelta
+from hmac import compare_digest
 from typing import Any
 
 import torch.distributed as dist
 
+from fsdp2_strategy.distributed.shared_secret import SharedSecret
 from fsdp2_strategy.errors import MeshError, some
 
+_MAC_BYTES = 32
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 0.2  # seconds
 
 
-def fresh_store(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
+def fresh_store(store: Any, rank: int, world_size: int, timeout: timedelta, secret: SharedSecret | None = None) -> Any:
     """Return ``store`` under a new prefix that only the ranks of this attempt use; collective.
 
     See [Note: stale addresses].
@@ -43,16 +46,66 @@ def fresh_store(store: Any, rank: int, world_size: int, timeout: timedelta) -> A
         rank: this rank.
         world_size: number of ranks.
         timeout: how long to wait for all ranks.
+        secret: signs what the ranks write until they have agreed, and selects the prefix; None for a store that only
+            they can reach.
 
     Raises:
-        MeshError: another rank did not answer in time, or another process has the same rank.
+        MeshError: another rank did not answer in time, another process has the same rank, or one without the secret has
+            written in the store.
     """
     number = uuid.uuid4().hex
-    handshake = dist.PrefixStore("fsdp2_strategy/handshake", store)  # type: ignore[attr-defined]
+    handshake: Any = dist.PrefixStore("fsdp2_strategy/handshake", store)  # type: ignore[attr-defined]
+    handshake = handshake if secret is None else SignedStore(handshake, secret)
     handshake.set(f"hello/{rank}", number)
     pause = _Pause(handshake, rank, number, timeout)
     token = _invite_ranks(handshake, world_size, pause) if rank == 0 else _accept(handshake, rank, number, pause)
-    return dist.PrefixStore(f"fsdp2_strategy/{token}", store)  # type: ignore[attr-defined]
+    prefix = token if secret is None else secret.mac(b"prefix", token.encode()).hex()
+    return dist.PrefixStore(f"fsdp2_strategy/{prefix}", store)  # type: ignore[attr-defined]
+
+
+class SignedStore:
+    """A store whose values are accepted only from processes that have a secret.
+
+    Args:
+        store: a `torch.distributed.Store`.
+        secret: the secret.
+    """
+
+    def __init__(self, store: Any, secret: SharedSecret) -> None:
+        self._store, self._secret = store, secret
+
+    def set(self, key: str, value: str) -> None:
+        """Write a value and its MAC."""
+        self._store.set(key, self._mac(key, value.encode()) + value.encode())
+
+    def get(self, key: str) -> bytes:
+        """Wait for a key, and return its value.
+
+        Raises:
+            MeshError: the value was not written by a process that has the secret.
+        """
+        return self._checked(key, self._store.get(key))
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of several keys; see `get`."""
+        return [self._checked(key, value) for key, value in zip(keys, self._store.multi_get(keys), strict=True)]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether all keys exist."""
+        return bool(self._store.check(keys))
+
+    def _mac(self, key: str, value: bytes) -> bytes:
+        return self._secret.mac(b"value of the store", key.encode(), value)
+
+    def _checked(self, key: str, signed: bytes) -> bytes:
+        mac, value = signed[:_MAC_BYTES], signed[_MAC_BYTES:]
+        if not compare_digest(mac, self._mac(key, value)):
+            raise MeshError(
+                f"cannot start the process group: the value of {key!r} in the store was written by a process without "
+                "the secret of this rendezvous, expected values of its ranks. Check who can reach the server's port, "
+                "and pass the same secret to each Rendezvous."
+            )
+        return value
 
 
 def _invite_ranks(handshake: Any, world_size: int, pause: _Pause) -> str:

@@ -8,41 +8,57 @@ Other programs start a process on any host, and often let it see one device only
 host and the devices that it sees, and reads those of all ranks. A rank uses the device whose index is its number among
 the ranks of its host that see the same devices. All ranks compute the devices of all ranks, so that they raise the same
 errors.
+
+[Note: secret of a rendezvous] torch's store has no authentication: whoever reaches its port can read, write and delete
+keys. So the server listens on one interface only, and it and the ranks share a secret. The server writes a proof of it,
+so that ranks with another one raise an error at once. What the ranks exchange before the process group exists is
+signed. The addresses that gloo and NCCL then publish are not.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 import socket
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from hmac import compare_digest
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fsdp2_strategy.distributed.rendezvous import fresh_store
+from fsdp2_strategy.distributed.rendezvous import SignedStore, fresh_store
+from fsdp2_strategy.distributed.shared_secret import SharedSecret, shared_secret
 from fsdp2_strategy.errors import MeshError, some
 
 _CONNECT_SECONDS = 30.0
 """Time to connect to a server: it listens before anybody can know its address."""
+_BACKLOG = 1024
+_NONCE_BYTES = 32
+_PROOF = "fsdp2_strategy/proof"
+"""Key of what proves that the server has the secret; see [Note: secret of a rendezvous]."""
 
 
 class RendezvousServer:
     """Serve the store at which the ranks of a process group meet; not collective: one process creates this object.
 
     The store ends with this object, and the ranks use it as long as they run. Create it in a process that outlives the
-    ranks, such as the one that starts them: then any rank can be replaced. The server listens on all interfaces, at a
-    port that the operating system chooses while it binds the socket, so no other process can take the port first. Use
-    it in a private network only. One server may be used for several groups, one after another.
+    ranks, such as the one that starts them: then any rank can be replaced. The server listens on the interface of
+    ``host`` only, at a port that the operating system chooses while it binds the socket, so no other process can take
+    the port first. Use it in a private network only; see [Note: secret of a rendezvous]. One server may be used for
+    several groups, one after another.
 
     Args:
         host: name or address under which the ranks reach this host.
+        secret: a text of at least 32 characters, such as ``secrets.token_hex(32)``, which each `Rendezvous` has, too.
+            By default, the content of ``~/.config/fsdp2_strategy/engine.secret``, which is created if it does not
+            exist.
 
     Raises:
-        MeshError: ``host`` is not a name or an address of this host.
+        MeshError: ``host`` is not a name or an address of this host, or the secret cannot be used.
 
     Example:
         >>> server = RendezvousServer("127.0.0.1")
@@ -50,10 +66,11 @@ class RendezvousServer:
         1
     """
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, *, secret: str | None = None) -> None:
+        shared = shared_secret(secret, None, MeshError)
         try:
-            socket.getaddrinfo(host, None)  # torch would try for a minute
-            self._store = _connect(host, 0, timedelta(seconds=_CONNECT_SECONDS), is_server=True)
+            self._store = _serve(host)
+            self._store.set(_PROOF, _proof(shared))
         except (RuntimeError, OSError) as error:
             raise MeshError(
                 f"cannot open a rendezvous: host is {host!r}, expected a name or an address of this host "
@@ -77,6 +94,8 @@ class Rendezvous:
     """Rank of this process, from 0; every rank must be used by one process."""
     world_size: int
     """Number of ranks, equal on all of them."""
+    secret: str | None = field(default=None, repr=False)
+    """The secret of the server; None for the content of ``~/.config/fsdp2_strategy/engine.secret``."""
 
     def __post_init__(self) -> None:
         host, _, port = str(self.address).rpartition(":")
@@ -131,10 +150,10 @@ def meet(rendezvous: Rendezvous, timeout: timedelta) -> tuple[Any, LocalRank]:
         A store that only these ranks use, and what this rank knows of its host.
 
     Raises:
-        MeshError: ``rendezvous`` is something else, the server is unreachable, another rank did not answer in time, or
-            another process has the same rank. On every rank that has met the others: two ranks would use one device,
-            only some ranks see an accelerator, or the ranks have different world sizes. A rank whose world size is too
-            large waits for ranks that do not exist, until the time-out.
+        MeshError: ``rendezvous`` is something else, the server is unreachable or has another secret, another rank did
+            not answer in time, or another process has the same rank. On every rank that has met the others: two ranks
+            would use one device, only some ranks see an accelerator, or the ranks have different world sizes. A rank
+            whose world size is too large waits for ranks that do not exist, until the time-out.
     """
     if not isinstance(rendezvous, Rendezvous):
         raise MeshError(
@@ -142,6 +161,7 @@ def meet(rendezvous: Rendezvous, timeout: timedelta) -> tuple[Any, LocalRank]:
             "Rendezvous(server.address, rank, world_size)."
         )
     host, _, port = rendezvous.address.rpartition(":")
+    secret = shared_secret(rendezvous.secret, None, MeshError)
     try:
         shared = _connect(host.strip("[]"), int(port), timedelta(seconds=_CONNECT_SECONDS))
     except (RuntimeError, OSError, OverflowError) as error:
@@ -150,18 +170,50 @@ def meet(rendezvous: Rendezvous, timeout: timedelta) -> tuple[Any, LocalRank]:
             f"{_CONNECT_SECONDS:g} s ({_first_line(error)}), expected a RendezvousServer. Check the address, and that "
             "the process of the server still runs."
         ) from error
+    if not shared.check([_PROOF]) or not _is_proof(shared.get(_PROOF), secret):
+        raise MeshError(
+            f"cannot start the process group: the server at {rendezvous.address} has another secret than "
+            f"{secret.origin}, expected the same. Pass secret=secrets.token_hex(32) to the RendezvousServer and to "
+            "each Rendezvous, and use the same version of fsdp2_strategy everywhere."
+        )
     shared.set_timeout(timeout)
-    store = fresh_store(shared, rendezvous.rank, rendezvous.world_size, timeout)
-    places = _exchange(store, rendezvous)
+    store = fresh_store(shared, rendezvous.rank, rendezvous.world_size, timeout, secret)
+    places = _exchange(SignedStore(store, secret), rendezvous)
     return store, local_ranks(places)[rendezvous.rank]
 
 
-def _connect(host: str, port: int, timeout: timedelta, *, is_server: bool = False) -> Any:
+def _serve(host: str) -> Any:
+    """Return a store whose server listens at a free port of a host's interface."""
+    [(family, _, _, _, address), *_] = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    listening = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+    port = listening.getsockname()[1]
     store: Any = dist.TCPStore  # type: ignore[attr-defined]
-    return store(host, port, is_master=is_server, timeout=timeout, wait_for_workers=False)
+    return store(  # torch alone would listen on all interfaces
+        host,
+        port,
+        is_master=True,
+        timeout=timedelta(seconds=_CONNECT_SECONDS),
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
 
 
-def _exchange(store: Any, rendezvous: Rendezvous) -> list[_Place]:
+def _connect(host: str, port: int, timeout: timedelta) -> Any:
+    store: Any = dist.TCPStore  # type: ignore[attr-defined]
+    return store(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+
+
+def _proof(secret: SharedSecret) -> bytes:
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    return nonce + secret.mac(b"proof of the rendezvous", nonce)
+
+
+def _is_proof(proof: bytes, secret: SharedSecret) -> bool:
+    nonce, mac = proof[:_NONCE_BYTES], proof[_NONCE_BYTES:]
+    return compare_digest(mac, secret.mac(b"proof of the rendezvous", nonce))
+
+
+def _exchange(store: SignedStore, rendezvous: Rendezvous) -> list[_Place]:
     """Write this rank's place, and return those of all ranks, in their order."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     devices = [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
@@ -169,7 +221,7 @@ def _exchange(store: Any, rendezvous: Rendezvous) -> list[_Place]:
     store.set(f"place/{rendezvous.rank}", json.dumps(asdict(own)))
     places: list[_Place] = []
     for rank in range(rendezvous.world_size):
-        place = _Place(**json.loads(store.get(f"place/{rank}")))
+        place = _Place(**json.loads(store.get(f"place/{rank}").decode()))
         if place.world_size != rendezvous.world_size:
             raise MeshError(
                 f"cannot start the process group: world_size is {place.world_size} on rank {rank} and "

@@ -3,7 +3,8 @@
 `stream` and `bucket` gather the weights. `protocol` defines an engine; `transformers_engine`, `sglang_engine` and
 `vllm_engine` are engines. `agreement` compares an engine with the trainer, and `importance` corrects a loss for the
 difference. `engine` contains `Rollout`, which the strategy calls. `remote` connects the trainer to an
-engine in another process.
+engine in another process, over the sockets of `connection`; `handshake` authenticates both ends, and `requests` checks
+what a trainer asks for.
 """
 
 from fsdp2_strategy.rollout.agreement import EngineAgreement, check_engine_agreement

@@ -1,16 +1,23 @@
-"""The TCP connection between a trainer and an inference engine in another process: handshake, messages, heartbeats.
+"""The TCP connection between a trainer and an inference engine in another process: sessions, messages, heartbeats.
 
 Input: an address, or a rank of the default group; headers and tensors to send. Output: the headers and tensors that the
 other process sends.
 
-[Note: sessions] A trainer opens two sockets to the server: one for requests and answers, one for heartbeats. The server
-serves one trainer at a time. Other trainers wait in the queue of the listening socket, and give up after their
-time-out. The server skips trainers that have given up. Nothing is pickled: a header is sent as JSON, a tensor as its
-bytes. If a process dies, the operating system closes its sockets, and the other process notices this at once.
+[Note: sessions] A trainer opens two sockets to the server: one for requests and answers, one for heartbeats. Each of
+them begins with a handshake; see [Note: handshake]. The server runs it in a thread of its own for each socket, with a
+time limit, so that a socket that says nothing delays nobody. If there are too many of these sockets, the oldest one
+from the address with most of them is closed. The server serves one trainer at a time. Other trainers wait in a queue,
+and give up after their time-out. The server skips trainers that have given up. Nothing is pickled: a header is sent as
+JSON, a tensor as its bytes. If a process dies, the operating system closes its sockets, and the other process notices
+this at once.
 
-[Note: heartbeats] At each end, a thread sends one byte every second to the other end. If an end receives no byte for
+[Note: heartbeats] At each end, a thread sends a heartbeat every second to the other end. If an end receives none for
 its time-out, the other process counts as lost: it is stopped, or its host is unreachable. The thread then shuts both
 sockets down, which wakes all calls that wait on them. Requests and answers have no time-out of their own.
+
+[Note: progress] A heartbeat does not show that the other process reads and writes messages. So once a message has
+begun, its next byte must be sent or received within a limit, and so must the answer to an update of weights. Between
+messages there is no limit.
 """
 
 from __future__ import annotations
@@ -18,41 +25,64 @@ from __future__ import annotations
 import json
 import secrets
 import socket
+import ssl
 import struct
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
-from io import BufferedReader, BufferedWriter
+from hmac import HMAC, compare_digest
+from io import BufferedReader
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fsdp2_strategy import sizes
-from fsdp2_strategy.distributed.process_group import current_device
+from fsdp2_strategy.distributed.log import logger
+from fsdp2_strategy.distributed.shared_secret import shared_secret
 from fsdp2_strategy.distributed.torch_internals import default_store
 from fsdp2_strategy.errors import RolloutError
 from fsdp2_strategy.hf.safetensors_format import memory_of
+from fsdp2_strategy.rollout.handshake import (
+    CLOSED,
+    HEARTBEATS,
+    REQUESTS,
+    TAG_BYTES,
+    VERSION,
+    Credentials,
+    HalfOpen,
+    Keys,
+    RefusedError,
+    authenticated,
+    greet_engine,
+    greet_trainer,
+    read_exactly,
+)
+from fsdp2_strategy.rollout.wire_values import describe, described
 
+PROGRESS_SECONDS = 600.0
+"""Default limit of [Note: progress]."""
 _HEARTBEAT_SECONDS = 1.0
 _HANDSHAKE_SECONDS = 5.0
+"""Time for the whole handshake of a socket, at the server's end."""
 _RETRY_SECONDS = 0.1
+_REPORT_SECONDS = 10.0
+"""Time between two log records about strangers."""
 _BUFFER_BYTES = 1 << 20
-_CLOSED = "the connection is closed"
 _BACKLOG = 128
+"""Maximum number of trainers that wait."""
+_HALF_OPEN = 64
+"""Maximum number of sockets whose handshake is not complete."""
 _ID_BYTES = 16
-_ACCEPTED = b"fsdp2 engine v04"
-_REQUESTS, _HEARTBEATS = b"r", b"h"
-_OPEN_TO_ALL = b"fsdp2 trainer 04"
-"""The key of every server at an address. A server for a rank has a random key, published in the default store."""
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype) and not str(dtype).startswith("torch.q")  # quantized tensors also have scales
-}
+_ACCEPTED = b"accepted"
+_SIZES = struct.Struct("<qq")
+"""The beginning of a message: the size of its header in bytes, and the number of its tensors."""
+_NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+"""Errors of a socket that does not block."""
 
 
 class ConnectionLostError(Exception):
@@ -102,9 +132,11 @@ def _own_hosts(store: Any) -> list[str]:
     if not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
         return ["127.0.0.1"]  # a store in a file or in memory: all ranks run on this host
     hosts = [socket.gethostname()]
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((store.host, store.port))  # sends nothing, but selects the interface
-        hosts.insert(0, probe.getsockname()[0])
+    with suppress(OSError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)  # sends nothing, but selects the interface
+                return [str(probe.getsockname()[0]), *hosts]
     return hosts
 
 
@@ -112,88 +144,153 @@ def _own_hosts(store: Any) -> list[str]:
 
 
 class Listener:
-    """The listening socket of a server, and the queue of waiting trainers; see [Note: sessions]."""
+    """The listening socket of a server, and the queue of waiting trainers; see [Note: sessions].
 
-    def __init__(self, listening: socket.socket, key: bytes) -> None:
-        self.key = key
+    Args:
+        listening: the listening socket.
+        credentials: how trainers are authenticated.
+    """
+
+    def __init__(self, listening: socket.socket, credentials: Credentials) -> None:
+        self.credentials = credentials
         self._socket = listening
-        self._incomplete: dict[bytes, dict[bytes, socket.socket]] = {}
+        self._half_open: dict[HalfOpen, None] = {}
+        """Sockets in their handshake, the oldest first."""
+        self._incomplete: dict[bytes, dict[bytes, Admitted]] = {}
         """The sockets by purpose of trainers of which one socket is still missing, by the trainer's random id."""
-        self._waiting: deque[tuple[socket.socket, socket.socket]] = deque()
+        self._waiting: deque[tuple[Admitted, Admitted]] = deque()
+        self._changed = threading.Condition()
+        """Held to change these three."""
+        self._next_report = 0.0
+        threading.Thread(target=self._accept_sockets, daemon=True).start()
 
     @property
     def port(self) -> int:
         """The port of the listening socket."""
         return int(self._socket.getsockname()[1])
 
-    def accept(self, timeout_seconds: float) -> Connection:
+    def accept(self, timeout_seconds: float, progress_seconds: float | None) -> Connection:
         """Wait for a trainer, however long it takes, and return the connection to it.
 
         Args:
             timeout_seconds: see `Connection`.
+            progress_seconds: see `Connection`.
         """
         while True:
-            while not self._waiting:
-                self._accept_socket()
-            requests, heartbeats = self._waiting.popleft()
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting)
+                requests, heartbeats = self._waiting.popleft()
             try:
-                requests.sendall(_ACCEPTED)
-                if _read(requests, len(_ACCEPTED)) == _ACCEPTED:
-                    return Connection(requests, heartbeats, timeout_seconds)
+                deadline = time.monotonic() + _HANDSHAKE_SECONDS
+                requests[0].settimeout(_HANDSHAKE_SECONDS)
+                requests[0].sendall(requests[1].sending.tag(_ACCEPTED))
+                if requests[1].receiving.matches(read_exactly(requests[0], TAG_BYTES, deadline), _ACCEPTED):
+                    return Connection(requests, heartbeats, timeout_seconds, progress_seconds)
             except OSError:  # this trainer has given up
                 pass
-            requests.close()
-            heartbeats.close()
+            requests[0].close()
+            heartbeats[0].close()
 
-    def _accept_socket(self) -> None:
-        """Accept one socket; add the trainer to the queue once both of its sockets are accepted."""
-        other, _ = self._socket.accept()
-        other.settimeout(_HANDSHAKE_SECONDS)
+    def _accept_sockets(self) -> None:
+        """Accept sockets without end, and start the handshake of each."""
+        while True:
+            try:
+                accepted, address = self._socket.accept()
+            except OSError:
+                if self._socket.fileno() < 0:
+                    return
+                time.sleep(_RETRY_SECONDS)  # there are too many open files
+                continue
+            half = HalfOpen(accepted, str(address[0]))
+            with self._changed:
+                if len(self._half_open) >= _HALF_OPEN:
+                    [(busiest, _)] = Counter(each.host for each in self._half_open).most_common(1)
+                    oldest = next(each for each in self._half_open if each.host == busiest)
+                    del self._half_open[oldest]
+                    oldest.shut_down()
+                self._half_open[half] = None
+            try:
+                threading.Thread(target=self._admit, args=(half,), daemon=True).start()
+            except RuntimeError:  # there are too many threads
+                with self._changed:
+                    self._half_open.pop(half, None)
+                accepted.close()
+
+    def _admit(self, half: HalfOpen) -> None:
+        """Run the handshake of a socket; add the trainer to the queue once both of its sockets are admitted."""
         try:
-            key, trainer, purpose = (_read(other, n) for n in (_ID_BYTES, _ID_BYTES, len(_REQUESTS)))
-        except OSError:
-            key = b""
-        if key != self.key or purpose not in (_REQUESTS, _HEARTBEATS):
-            other.close()
+            purpose, trainer, keys = greet_trainer(half, self.credentials, time.monotonic() + _HANDSHAKE_SECONDS)
+        except (OSError, RefusedError) as error:
+            half.socket.close()
+            self._report(half.host, error)
             return
-        sockets = self._incomplete.setdefault(trainer, {})
-        sockets[purpose] = other
-        if len(sockets) == 2:
-            self._waiting.append((sockets[_REQUESTS], sockets[_HEARTBEATS]))
-            del self._incomplete[trainer]
-        elif len(self._incomplete) > _BACKLOG:  # close the oldest: its trainer has probably died
-            for oldest in self._incomplete.pop(next(iter(self._incomplete))).values():
-                oldest.close()
+        finally:
+            with self._changed:
+                self._half_open.pop(half, None)
+        closed: list[Admitted] = []
+        with self._changed:
+            sockets = self._incomplete.setdefault(trainer, {})
+            closed += [sockets[purpose]] if purpose in sockets else []
+            sockets[purpose] = (half.socket, keys)
+            if len(sockets) == 2:
+                self._waiting.append((sockets[REQUESTS], sockets[HEARTBEATS]))
+                del self._incomplete[trainer]
+                self._changed.notify()
+            # The oldest have probably died.
+            if len(self._incomplete) > _BACKLOG:
+                closed += self._incomplete.pop(next(iter(self._incomplete))).values()
+            if len(self._waiting) > _BACKLOG:
+                closed += self._waiting.popleft()
+        for other, _ in closed:
+            other.close()
 
+    def _report(self, host: str, error: Exception) -> None:
+        """Log that a socket was refused, but not for each of many."""
+        if time.monotonic() >= self._next_report:
+            self._next_report = time.monotonic() + _REPORT_SECONDS
+            logger.warning("refused a connection from %s to port %d: it %s", host, self.port, _first_line(error))
+
+
+Admitted = tuple[socket.socket, Keys]
+"""A socket of a trainer that has proved that it has the secret, and its keys."""
 
 _listeners: dict[str, Listener] = {}
 """The listeners of this process by `peer_name`; kept, so that a restarted trainer finds the same address."""
 
 
-def listen(address: str | None, peer: int | None) -> Listener:
+def listen(address: str | None, peer: int | None, given: Mapping[str, Any]) -> Listener:
     """Return the listener for an address or a rank; reuse the listener of an earlier session.
 
+    Args:
+        address: address to serve at; see `peer_name`.
+        peer: rank to serve; an alternative to ``address``.
+        given: the arguments ``secret``, ``secret_file`` and ``tls`` of `serve`. If all are None, a listener that exists
+            keeps its own.
+
     Raises:
-        RolloutError: the address or rank is invalid; the address is in use, or is not an address of this host; or the
-            store of the default group is unreachable.
+        RolloutError: the address or rank is invalid; the address is in use, or is not an address of this host; the
+            secret cannot be used; or the store of the default group is unreachable.
     """
     where = peer_name(address, peer)
-    if where not in _listeners:
+    store = None if address is not None else default_store()
+    hosts, port = (_own_hosts(store), 0) if address is None else ([_split(address)[0]], _split(address)[1])
+    name = where if address is not None else f"{where} at {hosts[0]}"
+    if name not in _listeners or any(value is not None for value in given.values()):
+        credentials = credentials_of(**given)
+        if name in _listeners:
+            _listeners[name].credentials = credentials
+        else:
+            try:
+                _listeners[name] = Listener(_listen_at(hosts[0], port), credentials)
+            except (OSError, OverflowError) as error:
+                raise RolloutError(
+                    f"cannot serve at {where}: {_first_line(error)}, expected a free port of this host. Check the "
+                    "address."
+                ) from error
+    listener = _listeners[name]
+    if store is not None:
         try:
-            if address is None:
-                _listeners[where] = Listener(_listen_on_all_interfaces(), secrets.token_bytes(_ID_BYTES))
-            else:
-                _listeners[where] = Listener(_listen_at(*_split(address)), _OPEN_TO_ALL)
-        except (OSError, OverflowError) as error:
-            raise RolloutError(
-                f"cannot serve at {where}: {_first_line(error)}, expected a free port of this host. Check the address."
-            ) from error
-    listener = _listeners[where]
-    if address is None:
-        store = default_store()
-        published = {"hosts": _own_hosts(store), "port": listener.port, "key": listener.key.hex()}
-        try:
-            store.set(_entry(dist.get_rank(), peer), json.dumps(published))
+            store.set(_entry(dist.get_rank(), peer), json.dumps({"hosts": hosts, "port": listener.port}))
         except RuntimeError as error:
             raise RolloutError(
                 f"cannot serve {where}: writing to the store of the default group failed ({_first_line(error)}), "
@@ -202,20 +299,47 @@ def listen(address: str | None, peer: int | None) -> Listener:
     return listener
 
 
-def listen_at_free_port(host: str) -> str:
+def credentials_of(
+    secret: str | None = None, secret_file: Any = None, tls: ssl.SSLContext | None = None
+) -> Credentials:
+    """Load the secret, and return it with the setting of TLS.
+
+    Raises:
+        RolloutError: the secret cannot be used, or ``tls`` is something else.
+    """
+    if tls is not None and not isinstance(tls, ssl.SSLContext):
+        raise RolloutError(
+            f"cannot use TLS: tls is a {type(tls).__name__}, expected an ssl.SSLContext. Pass "
+            "ssl.create_default_context(...) with your certificates."
+        )
+    return Credentials(shared_secret(secret, secret_file, RolloutError), tls)
+
+
+def listen_at_free_port(
+    host: str = "127.0.0.1",
+    *,
+    secret: str | None = None,
+    secret_file: str | Path | None = None,
+    tls: ssl.SSLContext | None = None,
+) -> str:
     """Listen at a port that the operating system chooses, and return the address for `serve`; not collective.
 
     Trainers can connect at once, and wait until `serve` is called with this address in this process.
 
     Args:
-        host: name or address of this host, under which the trainer reaches it.
+        host: name or address of this host, under which the trainer reaches it. The socket listens on this interface
+            only; by default, on that of processes of this host.
+        secret: see `serve`.
+        secret_file: see `serve`.
+        tls: see `serve`.
 
     Returns:
         "host:port".
 
     Raises:
-        RolloutError: ``host`` is not a name or an address of this host.
+        RolloutError: ``host`` is not a name or an address of this host, or the secret cannot be used.
     """
+    credentials = credentials_of(secret, secret_file, tls)
     try:
         listening = _listen_at(host, 0)
     except OSError as error:
@@ -223,7 +347,7 @@ def listen_at_free_port(host: str) -> str:
             f"cannot serve at {host}: {_first_line(error)}, expected a name or an address of this host. Pass the "
             "address under which the trainer reaches this host."
         ) from error
-    listener = Listener(listening, _OPEN_TO_ALL)
+    listener = Listener(listening, credentials)
     address = f"[{host}]:{listener.port}" if ":" in host else f"{host}:{listener.port}"
     _listeners[address] = listener
     return address
@@ -234,12 +358,6 @@ def _listen_at(host: str, port: int) -> socket.socket:
     return socket.create_server(found[:2], family=family, backlog=_BACKLOG)
 
 
-def _listen_on_all_interfaces() -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
-    return socket.create_server(("", 0), backlog=_BACKLOG)
-
-
 def _entry(server: int, trainer: int | None) -> str:
     """Return the key of the default store under which a server publishes its address."""
     return f"fsdp2_strategy/engine/{server}-{trainer}"
@@ -248,29 +366,39 @@ def _entry(server: int, trainer: int | None) -> str:
 # --- the trainer's end -----------------------------------------------------------------------------------------------
 
 
-def connect(address: str | None, peer: int | None, timeout_seconds: float) -> Connection:
+def connect(
+    address: str | None,
+    peer: int | None,
+    credentials: Credentials,
+    timeout_seconds: float,
+    progress_seconds: float | None,
+) -> Connection:
     """Connect to a server.
 
     Args:
         address: address of the server; see `peer_name`.
         peer: rank of the server; an alternative to ``address``.
+        credentials: how the server is authenticated.
         timeout_seconds: maximum time to wait until the server starts and is not serving another trainer. Also the
             time-out of the connection; see `Connection`.
+        progress_seconds: see `Connection`.
 
     Raises:
-        RolloutError: the address or rank is invalid, no server listens there, or the server does not accept this
-            trainer in time.
+        RolloutError: the address or rank is invalid, no server listens there, the server has another secret, version or
+            setting of TLS, or does not accept this trainer in time.
     """
     where = peer_name(address, peer)
     deadline = time.monotonic() + timeout_seconds
     if address is not None:
-        hosts, port, key = [_split(address)[0]], _split(address)[1], _OPEN_TO_ALL
+        hosts, port = [_split(address)[0]], _split(address)[1]
     else:
-        hosts, port, key = _published_address(peer, where, timeout_seconds)
+        hosts, port = _published_address(peer, where, timeout_seconds)
     while True:
         try:
-            requests, heartbeats = _shake_hands(hosts, port, where, key, deadline)
-            return Connection(requests, heartbeats, timeout_seconds)
+            requests, heartbeats = _open_sockets(hosts, port, where, credentials, deadline)
+            return Connection(requests, heartbeats, timeout_seconds, progress_seconds)
+        except RefusedError as error:
+            raise RolloutError(f"cannot reach an engine: {where} {error}.") from error
         except TimeoutError as error:
             raise RolloutError(
                 f"cannot reach an engine: {where} has not answered in {timeout_seconds:g} s, expected an answer. Check "
@@ -282,60 +410,66 @@ def connect(address: str | None, peer: int | None, timeout_seconds: float) -> Co
                 time.sleep(_RETRY_SECONDS)
                 continue
             raise RolloutError(
-                f"cannot reach an engine: {where} ended the handshake ({_first_line(error)}), expected a server "
-                "of an engine. Check the address, or start the server again."
+                f"cannot reach an engine: {where} ended the handshake ({_first_line(error)}), expected a server of an "
+                f"engine with version {VERSION!r} of the protocol. Check the address, install the same version of "
+                "fsdp2_strategy at both ends, or start the server again."
             ) from error
 
 
-def _shake_hands(
-    hosts: Sequence[str], port: int, where: str, key: bytes, deadline: float
-) -> tuple[socket.socket, socket.socket]:
+def _open_sockets(
+    hosts: Sequence[str], port: int, where: str, credentials: Credentials, deadline: float
+) -> list[Admitted]:
     """Open both sockets of a session, and wait until the server accepts this trainer; see [Note: sessions].
 
     Raises:
         RolloutError: no server listens there.
+        RefusedError: the server refuses this trainer, or the trainer refuses it.
         OSError: the server ended the handshake, or did not answer before the deadline.
     """
-    sockets: list[socket.socket] = []
+    trainer = secrets.token_bytes(_ID_BYTES)
+    admitted: list[Admitted] = []
+    opened: list[HalfOpen] = []
     try:
-        trainer = secrets.token_bytes(_ID_BYTES)
-        for purpose in (_REQUESTS, _HEARTBEATS):
-            sockets.append(_connect_to(hosts, port, where, deadline))
-            sockets[-1].sendall(key + trainer + purpose)
-        requests, heartbeats = sockets
-        requests.settimeout(max(deadline - time.monotonic(), 0.01))
-        if _read(requests, len(_ACCEPTED)) != _ACCEPTED:
-            raise OSError("another program listens there")
-        requests.sendall(_ACCEPTED)
+        for purpose in (REQUESTS, HEARTBEATS):
+            opened.append(_connect_to(hosts, port, where, deadline))
+            keys = greet_engine(opened[-1], purpose, trainer, credentials, deadline)
+            admitted.append((opened[-1].socket, keys))
+        requests, keys = admitted[0]
+        if not keys.receiving.matches(read_exactly(requests, TAG_BYTES, deadline), _ACCEPTED):
+            raise RefusedError("violates the protocol, expected that it accepts this trainer. Start the server again")
+        requests.sendall(keys.sending.tag(_ACCEPTED))
     except BaseException:
-        for each in sockets:
-            each.close()
+        for half in opened:
+            half.socket.close()
         raise
-    return requests, heartbeats
+    return admitted
 
 
-def _published_address(peer: int | None, where: str, timeout_seconds: float) -> tuple[list[str], int, bytes]:
-    """Read the hosts, port and key of a server from the default store."""
+def _published_address(peer: int | None, where: str, timeout_seconds: float) -> tuple[list[str], int]:
+    """Read the hosts and port of a server from the default store, in which others may have written."""
     store, entry = default_store(), _entry(peer or 0, dist.get_rank())
     try:
         store.wait([entry], timedelta(seconds=timeout_seconds))
         published = json.loads(store.get(entry))
-    except (RuntimeError, ValueError) as error:
+        hosts, port = published["hosts"], published["port"]
+        if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts) or type(port) is not int:
+            raise TypeError("what is published is no address")
+    except (RuntimeError, ValueError, LookupError, TypeError) as error:
         raise RolloutError(
             f"cannot reach an engine: {where} has not published an address in {timeout_seconds:g} s "
             f"({_first_line(error)}), expected a server. Call serve there."
         ) from error
-    return published["hosts"], published["port"], bytes.fromhex(published["key"])
+    return hosts, port
 
 
-def _connect_to(hosts: Sequence[str], port: int, where: str, deadline: float) -> socket.socket:
+def _connect_to(hosts: Sequence[str], port: int, where: str, deadline: float) -> HalfOpen:
     """Connect to the first host that accepts; retry until the deadline, because the server may still be starting."""
     while True:
         failure: Exception | None = None
         for host in hosts:
             try:
                 left = max(deadline - time.monotonic(), 0.01)
-                return socket.create_connection((host, port), min(left, _HANDSHAKE_SECONDS))
+                return HalfOpen(socket.create_connection((host, port), min(left, _HANDSHAKE_SECONDS)), host)
             except (OSError, OverflowError) as error:
                 failure = failure or error
         if time.monotonic() + _RETRY_SECONDS >= deadline or isinstance(failure, OverflowError):
@@ -353,22 +487,26 @@ class Connection:
     """A connection that sends JSON headers and tensors; see [Note: sessions] and [Note: heartbeats].
 
     Args:
-        requests: the connected socket for headers and tensors.
-        heartbeats: the connected socket for heartbeats.
+        requests: the connected socket for headers and tensors, and its keys.
+        heartbeats: the connected socket for heartbeats, and its keys.
         timeout_seconds: time without a heartbeat after which the connection is closed. If it is shorter than two
             heartbeat intervals, two intervals are used.
+        progress_seconds: the limit of [Note: progress]; None for no limit.
     """
 
-    def __init__(self, requests: socket.socket, heartbeats: socket.socket, timeout_seconds: float) -> None:
-        self._requests, self._heartbeats = requests, heartbeats
+    def __init__(
+        self, requests: Admitted, heartbeats: Admitted, timeout_seconds: float, progress_seconds: float | None
+    ) -> None:
+        self._requests, self._keys = requests
+        self._heartbeats, self._heartbeat_keys = heartbeats
         self._timeout_seconds = max(timeout_seconds, 2 * _HEARTBEAT_SECONDS)
+        self._progress_seconds = progress_seconds
         self._closed = threading.Event()
         self._in_use = threading.RLock()
         self._reason = ""
-        requests.settimeout(None)
-        requests.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._output = BufferedWriter(socket.SocketIO(requests, "w"), _BUFFER_BYTES)
-        self._input = BufferedReader(socket.SocketIO(requests, "r"), _BUFFER_BYTES)
+        self._requests.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._output = _Output(self._requests)
+        self._input = BufferedReader(socket.SocketIO(self._requests, "r"), _BUFFER_BYTES)
         threading.Thread(target=self._watch, daemon=True).start()
 
     def send(self, header: Mapping[str, Any], tensors: Sequence[torch.Tensor] = (), *, flush: bool = True) -> None:
@@ -383,8 +521,7 @@ class Connection:
             RolloutError: the header is too large. Nothing has been sent.
             ConnectionLostError: the connection is lost.
         """
-        described = [(_dtype_name(tensor), list(tensor.shape)) for tensor in tensors]
-        text = json.dumps({**header, "tensors": described} if described else header).encode()
+        text = json.dumps({**header, "tensors": describe(tensors)} if tensors else header).encode()
         if len(text) > sizes.HEADER_BYTES:
             raise RolloutError(
                 f"cannot send a header: it has {len(text)} bytes, expected at most {sizes.HEADER_BYTES}. Pass long "
@@ -392,84 +529,161 @@ class Connection:
             )
         # Before the header is written: an error here must not leave an incomplete message.
         memories = [memory_of(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()) for tensor in tensors]
-        with self._connection_errors():
-            self._output.write(struct.pack("<q", len(text)) + text)
-            for memory in memories:
-                self._output.write(memory)
-            if flush:
+        head = _SIZES.pack(len(text), len(tensors)) + text
+        nbytes = len(head) + 2 * TAG_BYTES + sum(memory.nbytes for memory in memories)
+        with self._connection_errors("it has not accepted data"):
+            self._requests.settimeout(self._progress_seconds)
+            if nbytes + self._output.nbytes > _BUFFER_BYTES:
+                self._output.flush()
+            self._output.write(head)
+            self._output.write(self._keys.sending.tag(head))
+            if memories:
+                mac = self._keys.sending.begin()
+                for memory in memories:
+                    with authenticated(mac, memory):
+                        self._output.write(memory)
+                self._output.write(mac.digest())
+            # The other end may wait for the rest of a message only for a limited time.
+            if flush or nbytes > _BUFFER_BYTES:
                 self._output.flush()
 
-    def receive(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        """Wait for a header and its tensors without a time-out, and return them; the tensors are in host memory."""
-        with protocol_errors(), self._connection_errors():
-            [length] = struct.unpack("<q", self._read(8))
-            if not 0 < length <= sizes.HEADER_BYTES:
-                raise ValueError(f"a header of {length} bytes")
-            header: dict[str, Any] = dict(json.loads(self._read(length)))
-            return header, [self._read_tensor(dtype, shape) for dtype, shape in header.get("tensors", ())]
+    def receive(self, within_seconds: float | None = None) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        """Wait for a header and its tensors, and return them; the tensors are in host memory.
+
+        Args:
+            within_seconds: maximum time to the first byte; by default, there is no limit.
+
+        Raises:
+            ConnectionLostError: the connection is lost, or what was received is not what the other end has sent.
+        """
+        with protocol_errors(), self._connection_errors("it has sent nothing"):
+            self._requests.settimeout(within_seconds)
+            self._input.peek(1)
+            self._requests.settimeout(self._progress_seconds)
+            size = self._read(_SIZES.size)
+            length, count = _SIZES.unpack(size)
+            if not 0 < length <= sizes.HEADER_BYTES or not 0 <= count <= sizes.MESSAGE_TENSORS:
+                raise ValueError(
+                    f"a header of {length} bytes for {count} tensors, expected at most {sizes.HEADER_BYTES} and "
+                    f"{sizes.MESSAGE_TENSORS}"
+                )
+            text = self._read(length)
+            self._check_tag(self._keys.receiving.tag(size + text))
+            header = json.loads(text)
+            if not isinstance(header, dict):
+                raise ValueError("a header that is not a mapping")
+            if not (kinds := described(header, count)):
+                return header, []
+            mac = self._keys.receiving.begin()
+            tensors = [self._read_tensor(dtype, shape, mac) for dtype, shape in kinds]
+            self._check_tag(mac.digest())
+            return header, tensors
 
     def _read(self, nbytes: int) -> bytes:
         data = self._input.read(nbytes)
         if len(data) < nbytes:
-            raise ConnectionError(_CLOSED)
+            raise ConnectionError(CLOSED)
         return data
 
-    def _read_tensor(self, dtype: str, shape: list[int]) -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=_DTYPES[dtype], device="cpu")
-        if self._input.readinto(memory_of(tensor)) < tensor.nbytes:
-            raise ConnectionError(_CLOSED)
+    def _read_tensor(self, dtype: torch.dtype, shape: list[int], mac: HMAC) -> torch.Tensor:
+        """Read a tensor; add its bytes to a MAC while the next ones are received."""
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
+        memory = memory_of(tensor)
+        with ExitStack() as previous:
+            for start in range(0, memory.nbytes, sizes.MAC_BYTES):
+                part = memory[start : start + sizes.MAC_BYTES]
+                if self._input.readinto(part) < part.nbytes:
+                    raise ConnectionError(CLOSED)
+                previous.close()  # parts are added in their order
+                previous.enter_context(authenticated(mac, part))
         return tensor
+
+    def _check_tag(self, expected: bytes) -> None:
+        if not compare_digest(self._read(TAG_BYTES), expected):
+            raise ValueError("a message was altered on its way")
 
     def close(self) -> None:
         """Close the connection, which wakes all waiting calls at both ends; idempotent."""
         self._closed.set()
         for each in (self._requests, self._heartbeats):
             with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+                socket.socket.shutdown(each, socket.SHUT_RDWR)  # that of SSLSocket would go on in clear text
         with self._in_use:  # close only when no thread uses the descriptor: its number may be reused
-            for stream in (self._output, self._input, self._requests):
+            for stream in (self._input, self._requests):
                 with suppress(OSError):
                     stream.close()
 
     def _watch(self) -> None:
         """Send and receive heartbeats; see [Note: heartbeats]."""
         last_heartbeat = time.monotonic()
+        outgoing, incoming = b"", b""
         self._heartbeats.setblocking(False)
         with self._heartbeats, suppress(OSError):
-            while not self._closed.wait(_HEARTBEAT_SECONDS):
-                with suppress(BlockingIOError):
-                    self._heartbeats.send(b".")
-                with suppress(BlockingIOError):
-                    if not self._heartbeats.recv(1 << 12):
-                        self._reason = _CLOSED
-                        break
-                    last_heartbeat = time.monotonic()
+            while not self._reason and not self._closed.wait(_HEARTBEAT_SECONDS):
+                with suppress(*_NOT_NOW):
+                    outgoing = outgoing or self._heartbeat_keys.sending.tag()
+                    outgoing = outgoing[self._heartbeats.send(outgoing) :]
+                with suppress(*_NOT_NOW):
+                    while not self._reason:
+                        received = self._heartbeats.recv(1 << 12)
+                        incoming += received
+                        if not received:
+                            self._reason = CLOSED
+                        while len(incoming) >= TAG_BYTES and not self._reason:
+                            tag, incoming = incoming[:TAG_BYTES], incoming[TAG_BYTES:]
+                            last_heartbeat = time.monotonic()
+                            if not self._heartbeat_keys.receiving.matches(tag):
+                                self._reason = "it violates the protocol: a heartbeat was altered on its way"
                 if time.monotonic() - last_heartbeat >= self._timeout_seconds:
-                    self._reason = f"no heartbeat for {self._timeout_seconds:g} s"
-                    break
+                    self._reason = self._reason or f"no heartbeat for {self._timeout_seconds:g} s"
         self.close()
 
     @contextmanager
-    def _connection_errors(self) -> Iterator[None]:
+    def _connection_errors(self, stalled: str) -> Iterator[None]:
         try:
             with self._in_use:
                 yield
         except (OSError, ValueError) as error:
             if isinstance(error, ValueError) and not self._closed.is_set():
                 raise
+            if isinstance(error, TimeoutError) and not self._closed.is_set():
+                self._reason = f"{stalled} for {self._requests.gettimeout():g} s, although its heartbeats arrive"
             self.close()
             raise ConnectionLostError(self._reason or _first_line(error)) from error
 
 
-def _read(connection: socket.socket, nbytes: int) -> bytes:
-    """Read exactly ``nbytes`` of a handshake, without a buffer, because later bytes belong to the session."""
-    data = b""
-    while len(data) < nbytes:
-        received = connection.recv(nbytes - len(data))
-        if not received:
-            raise ConnectionError(_CLOSED)
-        data += received
-    return data
+class _Output:
+    """The bytes to send on a socket, of which small ones are sent together."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        self._buffer = bytearray()
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes that wait for `flush`."""
+        return len(self._buffer)
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Send bytes, or keep them until the next `flush`."""
+        if len(self._buffer) + len(data) > _BUFFER_BYTES:
+            self.flush()
+        if len(data) > _BUFFER_BYTES:
+            self._send(memoryview(data))
+        else:
+            self._buffer += data
+
+    def flush(self) -> None:
+        """Send all bytes."""
+        with memoryview(self._buffer) as waiting:
+            self._send(waiting)
+        self._buffer.clear()
+
+    def _send(self, data: memoryview) -> None:
+        """Send bytes; the socket's time-out is that of each part, so that it ends only what makes no progress."""
+        sent = 0
+        while sent < len(data):
+            sent += self._socket.send(data[sent : sent + _BUFFER_BYTES])
 
 
 @contextmanager
@@ -479,60 +693,6 @@ def protocol_errors() -> Iterator[None]:
         yield
     except (LookupError, TypeError, ValueError, RuntimeError) as error:
         raise ConnectionLostError(f"it violates the protocol: {type(error).__name__}: {_first_line(error)}") from error
-
-
-# --- values as headers and tensors -----------------------------------------------------------------------------------
-
-
-def _dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor can be sent as dtype, shape and bytes: dense, not on meta, not quantized, no subclass."""
-    is_dense = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
-    return is_dense and type(tensor) in (torch.Tensor, torch.nn.Parameter)
-
-
-def to_json(value: Any, what: str, tensors: list[torch.Tensor]) -> Any:
-    """Return a value as JSON content; append its tensors to ``tensors``.
-
-    Args:
-        value: the value.
-        what: name of the value in error messages.
-        tensors: the list to which plain tensors of the value are appended.
-
-    Raises:
-        RolloutError: the value, or a value in it, has a type that cannot be sent.
-    """
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    if isinstance(value, torch.Tensor) and is_plain(value):
-        tensors.append(value)
-        return {"tensor": len(tensors) - 1}
-    if isinstance(value, Mapping):
-        keys = [to_json(key, f"a key of {what}", tensors) for key in value]
-        values = [to_json(inner, f"{what}[{key!r}]", tensors) for key, inner in value.items()]
-        return {"dict": list(zip(keys, values, strict=True))}
-    if isinstance(value, list | tuple):
-        kind = "list" if isinstance(value, list) else "tuple"
-        return {kind: [to_json(v, f"{what}[{i}]", tensors) for i, v in enumerate(value)]}
-    raise RolloutError(
-        f"cannot send {what}: it is a {type(value).__name__}, expected numbers, strings, None, plain dense tensors, "
-        "and lists, tuples and mappings of them. Convert it (a DTensor with full_tensor()), because nothing is pickled."
-    )
-
-
-def from_json(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return the value that was passed to `to_json`, with its tensors on this process's device."""
-    if not isinstance(value, dict):
-        return value
-    [(kind, inner)] = value.items()
-    if kind == "tensor":
-        return tensors[inner].to(current_device())
-    if kind == "dict":
-        return {from_json(k, tensors): from_json(v, tensors) for k, v in inner}
-    return (list if kind == "list" else tuple)(from_json(v, tensors) for v in inner)
 
 
 def _first_line(error: BaseException | None) -> str:

@@ -3,7 +3,8 @@
 Input, in the trainer: weights and method calls, as for any engine. Output: the results of the engine in the other
 process.
 
-Requests and answers are headers followed by tensors. They have no time-out; see [Note: heartbeats] in `connection`.
+Requests and answers are headers followed by tensors. They have no time-out; see [Note: heartbeats] and
+[Note: progress] in `connection`. The server passes only those arguments on that `requests` allows.
 
 [Note: updates] An update is a request, one message per weight, and an end message. If the engine raises, the server
 still receives the remaining weights. If the trainer's stream raises, the end message contains the error. So both ends
@@ -12,11 +13,13 @@ always reach the end message, and the server reads the next request from its beg
 
 from __future__ import annotations
 
+import ssl
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any
 from weakref import finalize
 
@@ -30,24 +33,28 @@ from fsdp2_strategy.distributed.log import logger
 from fsdp2_strategy.distributed.process_group import group_in_use, is_rank_0, ranks_of
 from fsdp2_strategy.errors import RolloutError
 from fsdp2_strategy.rollout.connection import (
+    PROGRESS_SECONDS,
     Connection,
     ConnectionLostError,
     connect,
-    from_json,
-    is_plain,
+    credentials_of,
     listen,
     peer_name,
     protocol_errors,
-    to_json,
 )
 from fsdp2_strategy.rollout.difference import Change, TensorDifference
 from fsdp2_strategy.rollout.engine import ENGINES, CountedStream
 from fsdp2_strategy.rollout.protocol import Changes, RolloutEngine, Weights, check_takes_changes
+from fsdp2_strategy.rollout.requests import CALLS, check_arguments, checked_names
+from fsdp2_strategy.rollout.trainer_arguments import option
+from fsdp2_strategy.rollout.wire_values import checked_shape, from_json, is_plain, short, to_json
 
 _LEAVE_SECONDS = 1.0
-_CALLS = ("weight_checksums", "weight_dtypes", "sleep", "wake_up", "generate", "log_probs", "routed_experts")
 _OPTIONAL = ("weight_dtypes", "log_probs", "routed_experts")
 """Calls whose result is None if the engine does not have them."""
+_UPDATES = ("update_weights", "update_changed_weights")
+_MOST_CHARACTERS = 4096
+"""Maximum length of the name of a weight or of a version, and of an error that is shown."""
 
 
 class RemoteEngine:
@@ -62,15 +69,36 @@ class RemoteEngine:
         peer: the rank of the default group that serves; an alternative to ``address``.
         timeout_seconds: time to connect, and time without a heartbeat after which the server counts as lost. Calls may
             take longer. The death of the server process is noticed at once.
+        progress_seconds: time after which an update of weights fails if the engine accepts no data, or does not answer
+            after the last weight, although its heartbeats arrive; None for no limit.
+        secret: a text of at least 32 characters that the server has, too, such as ``secrets.token_hex(32)``. Pass it
+            between processes by a channel that others cannot read, not on a command line.
+        secret_file: path of a file with the secret, of this user and with mode 0600; an alternative to ``secret``. By
+            default, ``~/.config/fsdp2_strategy/engine.secret``, which is created if it does not exist.
+        tls: encrypt the connection, and check the server's certificate; see ``ssl.create_default_context``. The server
+            needs ``tls``, too.
 
     Raises:
-        RolloutError: no server accepts the connection. Methods raise RolloutError if the connection is lost, if the
-            engine fails, or if an argument has another type. In the last two cases, methods can be called again.
+        RolloutError: no server accepts the connection, or the server has another secret or version. Methods raise
+            RolloutError if the connection is lost, if the engine fails, or if the server does not allow an argument. In
+            the last two cases, methods can be called again.
     """
 
-    def __init__(self, address: str | None = None, *, peer: int | None = None, timeout_seconds: float = 60.0) -> None:
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        peer: int | None = None,
+        timeout_seconds: float = 60.0,
+        progress_seconds: float | None = PROGRESS_SECONDS,
+        secret: str | None = None,
+        secret_file: str | Path | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self._where = peer_name(address, peer)
-        self._connection = connect(address, peer, timeout_seconds)
+        self._progress_seconds = progress_seconds
+        credentials = credentials_of(secret, secret_file, tls)
+        self._connection = connect(address, peer, credentials, timeout_seconds, progress_seconds)
         self._turn = threading.Lock()
         self._lost: str | None = None
         self._sleeps = False
@@ -114,7 +142,7 @@ class RemoteEngine:
                 failure = error
             self._connection.send({"end": None if failure is None else error_text(failure)})
             with suppress(RolloutError) if failure else nullcontext():
-                self._receive_answer(action)
+                self._receive_answer(action, self._progress_seconds)
         if failure is not None:
             raise failure
 
@@ -171,10 +199,11 @@ class RemoteEngine:
             self._connection.send({"call": call, "args": given, "kwargs": named}, tensors)
             return self._receive_answer(action)
 
-    def _receive_answer(self, action: str) -> Any:
-        answer, tensors = self._connection.receive()
+    def _receive_answer(self, action: str, within_seconds: float | None = None) -> Any:
+        answer, tensors = self._connection.receive(within_seconds)
         if "error" in answer:
-            raise RolloutError(f"cannot {action}: the engine at {self._where} failed: {answer['error']}")
+            text = str(answer["error"])[:_MOST_CHARACTERS]
+            raise RolloutError(f"cannot {action}: the engine at {self._where} failed: {text}")
         with protocol_errors():
             return from_json(answer["result"], tensors)
 
@@ -201,35 +230,58 @@ class RemoteEngine:
 
 
 def serve(
-    engine: RolloutEngine, address: str | None = None, *, peer: int | None = None, timeout_seconds: float = 60.0
+    engine: RolloutEngine,
+    address: str | None = None,
+    *,
+    peer: int | None = None,
+    timeout_seconds: float = 60.0,
+    progress_seconds: float | None = PROGRESS_SECONDS,
+    secret: str | None = None,
+    secret_file: str | Path | None = None,
+    tls: ssl.SSLContext | None = None,
+    allowed_arguments: Collection[str] = (),
 ) -> None:
     """Serve an engine to a trainer in another process, until the trainer disconnects; not collective.
 
     Wait for a trainer without a time-out. To serve a trainer that is restarted, call this function in a loop::
 
         while True:
-            serve(engine, "0.0.0.0:29600")
+            serve(engine, "localhost:29600")
 
-    The engine receives weights in host memory, and arguments on the device of this process. Anyone who can connect to
-    the address can use the engine, so serve in a private network only.
+    The engine receives weights in host memory, and arguments on the device of this process. Only a trainer with the
+    same secret can use the engine. The secret authenticates all messages, but without ``tls``, whoever can read the
+    network can read the weights; see docs/threat_model.md.
 
     Args:
         engine: any `RolloutEngine`.
         address: ``"host:port"`` to serve at, or what `listen_at_free_port` returned; the port stays in use until this
-            process ends.
-        peer: the rank of the default group that uses the engine; an alternative to ``address``.
+            process ends. The socket listens on the interface of this host only: ``"localhost:29600"`` serves processes
+            of this host, ``"0.0.0.0:29600"`` all networks.
+        peer: the rank of the default group that uses the engine; an alternative to ``address``. The server listens on
+            the interface that routes to the group's store.
         timeout_seconds: time without a heartbeat after which the trainer counts as lost. Calls, and the time between
             calls, may be longer.
+        progress_seconds: time after which the trainer counts as lost if it begins a message and does not send the rest,
+            or does not accept a result, although its heartbeats arrive; None for no limit.
+        secret: see `RemoteEngine`.
+        secret_file: see `RemoteEngine`.
+        tls: encrypt the connection: a context of ``ssl.Purpose.CLIENT_AUTH`` with a certificate of this host.
+        allowed_arguments: names of arguments that a trainer may pass to the engine's methods, in addition to those that
+            are known, and to the parameters that the engine's own methods name. They are numbers, texts, tensors, and
+            lists and mappings of these.
 
     Raises:
-        RolloutError: the address is invalid or in use, or the store of the default group is unreachable.
+        RolloutError: the address is invalid or in use, the secret cannot be used, an argument cannot be allowed, or the
+            store of the default group is unreachable.
     """
+    allowed = checked_names(allowed_arguments)
     name = f"rank {peer}" if address is None else f"connected to {address}"
-    connection = listen(address, peer).accept(timeout_seconds)
+    listener = listen(address, peer, {"secret": secret, "secret_file": secret_file, "tls": tls})
+    connection = listener.accept(timeout_seconds, progress_seconds)
     logger.info("serving the trainer (%s)", name)
     try:
         while (request := connection.receive())[0].get("call") != "goodbye":
-            _execute(engine, connection, *request)
+            _execute(engine, connection, *request, allowed)
         connection.send({"result": None})
         logger.info("the trainer (%s) has disconnected", name)
     except ConnectionLostError as error:
@@ -242,38 +294,44 @@ def serve(
 
 
 def _execute(
-    engine: RolloutEngine, connection: Connection, request: Mapping[str, Any], arguments: Sequence[torch.Tensor]
+    engine: RolloutEngine,
+    connection: Connection,
+    request: Mapping[str, Any],
+    arguments: Sequence[torch.Tensor],
+    allowed: Collection[str],
 ) -> None:
     """Execute a request, and send the result or the error."""
     call = request.get("call")
     tensors: list[torch.Tensor] = []
     try:
-        is_update = call in ("update_weights", "update_changed_weights")
+        is_update = call in _UPDATES
         if is_update:
             _update(engine, connection, request)
-        result = None if is_update else _call(engine, request, arguments)
+        result = None if is_update else _call(engine, request, arguments, allowed)
         connection.send({"result": to_json(_without_cache(result), "the result", tensors)}, tensors)
     except ConnectionLostError:
         raise
     except Exception as failure:  # noqa: BLE001  any failure is sent to the trainer
-        logger.warning("cannot execute %s: %s", call, error_text(failure))
-        connection.send({"error": error_text(failure)})
+        text = error_text(failure)[:_MOST_CHARACTERS]
+        logger.warning("cannot execute %s: %s", short(call), text)
+        connection.send({"error": text})
 
 
-def _call(engine: Any, request: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> Any:
+def _call(engine: Any, request: Mapping[str, Any], tensors: Sequence[torch.Tensor], allowed: Collection[str]) -> Any:
     with protocol_errors():
-        call = request["call"]
+        call = _text(request["call"])
         args = [from_json(value, tensors) for value in request["args"]]
-        kwargs = {name: from_json(value, tensors) for name, value in request["kwargs"].items()}
+        kwargs = {_text(name): from_json(value, tensors) for name, value in request["kwargs"].items()}
     if call in ("is_asleep", "weights_version"):
         return getattr(engine, call, None)
     if call in _OPTIONAL and not hasattr(engine, call):
         return None
-    if call not in _CALLS or not callable(method := getattr(engine, call, None)):
+    if call not in CALLS or not callable(method := getattr(engine, call, None)):
         raise RolloutError(
-            f"cannot call {call}: {type(engine).__name__} has no method of this name that a trainer may call, expected "
-            "one. Add it to the engine."
+            f"cannot call {short(call)}: {type(engine).__name__} has no method of this name that a trainer may call, "
+            "expected one. Add it to the engine."
         )
+    check_arguments(engine, call, args, kwargs, allowed)
     return method(*args, **kwargs)
 
 
@@ -287,7 +345,7 @@ def _update(engine: Any, connection: Connection, request: Mapping[str, Any]) -> 
             else:
                 check_takes_changes(engine)
                 with protocol_errors():
-                    versions = {"since": str(request["since"]), "version": str(request["version"])}
+                    versions = {name: _text(request[name]) for name in ("since", "version")}
                 engine.update_changed_weights(iter(stream), **versions)
         finally:
             stream.exhaust()
@@ -313,13 +371,12 @@ def _receive_batch(connection: Connection) -> tuple[deque[tuple[str, Change]], b
         header, tensors = connection.receive()
         if "weight" in header:
             with protocol_errors():
-                given = _received(header, tensors)
-            batch.append((str(header["weight"]), given))
+                batch.append((_text(header["weight"]), _received(header, tensors)))
             nbytes += sum(tensor.nbytes for tensor in tensors)
         elif "end" not in header:
             raise ConnectionLostError("it sent another message in the middle of an update")
         elif header["end"] is not None:
-            raise RolloutError(f"cannot update weights: the trainer failed: {header['end']}")
+            raise RolloutError(f"cannot update weights: the trainer failed: {str(header['end'])[:_MOST_CHARACTERS]}")
         else:
             return batch, True
     return batch, False
@@ -328,9 +385,20 @@ def _receive_batch(connection: Connection) -> tuple[deque[tuple[str, Change]], b
 def _received(header: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> Change:
     if "shape" in header:
         gaps, values = tensors
-        return TensorDifference.decoded(tuple(map(int, header["shape"])), gaps, values)
+        return TensorDifference.decoded(tuple(checked_shape(header["shape"])), gaps, values)
     [tensor] = tensors
     return tensor
+
+
+def _text(value: object) -> str:
+    """Return a received name.
+
+    Raises:
+        ValueError: it is something else, or too long.
+    """
+    if type(value) is not str or len(value) > _MOST_CHARACTERS:
+        raise ValueError(f"the name {short(value)}")
+    return value
 
 
 def _without_cache(result: Any) -> Any:
@@ -368,11 +436,7 @@ def _check_plain(name: str, tensor: torch.Tensor) -> None:
 
 
 def _remote_engine(args: Any, actor: nn.Module | None, _dtype: torch.dtype | None) -> RolloutEngine | None:
-    def option(name: str, default: Any = None) -> Any:
-        given = args.get(name) if isinstance(args, Mapping) else getattr(args, name, None)
-        return default if given is None else given
-
-    address, peer = option("remote_engine_address"), option("remote_engine_rank")
+    address, peer = (option(args, f"remote_engine_{name}", None) for name in ("address", "rank"))
     if address is None and peer is None:
         raise RolloutError(
             "cannot set up an engine: args has neither remote_engine_address nor remote_engine_rank, expected one of "
@@ -386,8 +450,29 @@ def _remote_engine(args: Any, actor: nn.Module | None, _dtype: torch.dtype | Non
             "rank of the engine."
         )
     peer_name(address, peer)
-    timeout_seconds = float(option("remote_engine_timeout_seconds", 60.0))
-    return RemoteEngine(address, peer=peer, timeout_seconds=timeout_seconds) if is_rank_0() else None
+    if not is_rank_0():
+        return None
+    return RemoteEngine(
+        address,
+        peer=peer,
+        timeout_seconds=float(option(args, "remote_engine_timeout_seconds", 60.0)),
+        progress_seconds=float(option(args, "remote_engine_progress_seconds", PROGRESS_SECONDS)),
+        secret_file=option(args, "remote_engine_secret_file", None),
+        tls=_client_tls(option(args, "remote_engine_tls_ca_file", None)),
+    )
+
+
+def _client_tls(ca_file: str | Path | None) -> ssl.SSLContext | None:
+    """Return a context that trusts the certificates of a file; None without a file."""
+    if ca_file is None:
+        return None
+    try:
+        return ssl.create_default_context(cafile=str(Path(ca_file).expanduser()))
+    except OSError as error:
+        raise RolloutError(
+            f"cannot use TLS: remote_engine_tls_ca_file is {str(ca_file)!r} ({error}), expected a file with "
+            "certificates in PEM. Check the path."
+        ) from error
 
 
 ENGINES["remote"] = _remote_engine

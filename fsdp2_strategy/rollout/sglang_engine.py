@@ -78,7 +78,8 @@ class SGLangEngine:
 
         Args:
             args: ``pretrain``, ``engine_tp_size`` (1), ``engine_mem_util`` (0.5), ``enable_engine_sleep`` (true),
-                ``seed`` (42; each engine adds its number), ``bf16``.
+                ``seed`` (42; each engine adds its number), ``bf16``, ``trust_remote_code`` (false), which lets SGLang
+                run code that is in the model's folder.
             dtype: dtype of the weights that will be sent; None for that of ``bf16``.
 
         Raises:
@@ -97,7 +98,7 @@ class SGLangEngine:
             base_gpu_id=current_device().index or 0,
             port=40000 + local_rank(),
             random_seed=option(args, "seed", 42) + engine,
-            trust_remote_code=True,
+            trust_remote_code=bool(option(args, "trust_remote_code", False)),
         )
 
     def update_weights(self, weights: Weights) -> None:

@@ -72,7 +72,8 @@ class VLLMEngine:
         Args:
             args: ``pretrain``, ``engine_tp_size`` (1), ``engine_mem_util`` (0.5), ``enable_engine_sleep`` (true),
                 ``seed`` (42; each engine adds its number), ``bf16``, ``prompt_max_len`` and ``generate_max_len`` (the
-                model's own limit), ``text_only`` (true), ``limit_mm_image_per_prompt``, ``limit_mm_video_per_prompt``.
+                model's own limit), ``text_only`` (true), ``limit_mm_image_per_prompt``, ``limit_mm_video_per_prompt``,
+                ``trust_remote_code`` (false), which lets vLLM run code that is in the model's folder.
             dtype: dtype of the weights that will be sent; None for that of ``bf16``.
 
         Raises:
@@ -95,7 +96,7 @@ class VLLMEngine:
             memory_fraction=option(args, "engine_mem_util", 0.5),
             allows_sleep=option(args, "enable_engine_sleep", True),
             seed=option(args, "seed", 42) + engine,
-            trust_remote_code=True,
+            trust_remote_code=bool(option(args, "trust_remote_code", False)),
             **options,
         )
 
