@@ -98,10 +98,10 @@ def _tasks(opened: Opened) -> tuple[dict[Path, list[Entry]], list[_Task], list[s
 
 
 def _together(ranges: list[CheckedRange]) -> Iterator[list[CheckedRange]]:
-    """Yield successive ranges of a file in groups, so that small ranges do not open the file once each."""
+    """Yield successive ranges of a file in groups; the ranges of a group of several are small and adjacent."""
     group: list[CheckedRange] = []
     for checked in ranges:
-        if group and checked.end - group[0].begin > sizes.BLOCK_BYTES:
+        if group and (checked.end - group[0].begin > sizes.CACHED_BYTES or checked.begin != group[-1].end):
             yield group
             group = []
         group.append(checked)
@@ -111,28 +111,20 @@ def _together(ranges: list[CheckedRange]) -> Iterator[list[CheckedRange]]:
 
 def _check(path: Path, together: list[CheckedRange]) -> list[tuple[CheckedRange, str]]:
     """Read ranges of a file and compare their checksums; return the problem of each range that has one."""
-    found = []
-    memory = bytearray(sizes.CACHED_BYTES)
+    begin, end = together[0].begin, together[-1].end
+    memory = memoryview(bytearray(min(end - begin, sizes.CACHED_BYTES)))
+    hashers = [checked.hasher() for checked in together]
     try:
         with SourceFile(path) as file:
-            for checked in together:
-                try:
-                    if problem := _problem(file, checked, memory):
-                        found.append((checked, problem))
-                except OSError as error:
-                    found.append((checked, _unreadable(path, checked, error)))
+            for at in range(begin, end, sizes.CACHED_BYTES):
+                part = memory[: end - at]
+                file.read(partial(read_into, offset=at, memory=part))
+                for checked, hasher in zip(together, hashers, strict=True):
+                    hasher.update(part if len(together) == 1 else part[checked.begin - begin : checked.end - begin])
     except OSError as error:
-        found = [(checked, _unreadable(path, checked, error)) for checked in together]
-    return found
-
-
-def _problem(file: SourceFile, checked: CheckedRange, memory: bytearray) -> str:
-    hasher = checked.hasher()
-    for at in range(checked.begin, checked.end, sizes.CACHED_BYTES):
-        part = memoryview(memory)[: checked.end - at]
-        file.read(partial(read_into, offset=at, memory=part))
-        hasher.update(part)
-    return hasher.problem(file.path)
+        return [(checked, _unreadable(path, checked, error)) for checked in together]
+    found = zip(together, (hasher.problem(path) for hasher in hashers), strict=True)
+    return [(checked, problem) for checked, problem in found if problem]
 
 
 def _unreadable(path: Path, checked: CheckedRange, error: OSError) -> str:
