@@ -77,10 +77,11 @@ from fsdp2_strategy.distributed.process_group import (
     world_size,
 )
 from fsdp2_strategy.errors import ArgumentError, CheckpointError, DamageError, did_you_mean
+from fsdp2_strategy.hf.file_reads import read_repeats
 from fsdp2_strategy.hf.load_plan import LoadReport
 from fsdp2_strategy.hf.regions import Region
 from fsdp2_strategy.hf.replicated_reads import divide_reads
-from fsdp2_strategy.hf.verified_read import ranges_of
+from fsdp2_strategy.hf.verified_read import log_repeated_reads, ranges_of
 from fsdp2_strategy.model.failed_loads import unusable_unless_done
 from fsdp2_strategy.model.gradients import clear_gradients
 from fsdp2_strategy.model.master_weights import refresh_masters_of
@@ -181,6 +182,7 @@ def load_checkpoint(
         load_learning_rates,
     )
     check_equal("load", arguments, CheckpointError, "the same directory, tag and objects to load on all ranks.")
+    repeats = read_repeats()
     with all_or_none(f"find a checkpoint in {load_dir}", CheckpointError):
         found = _find(load_dir, tag, fallback=fallback, trust=trust) if is_rank_0() else ([], None)
     paths, foreign = from_rank_0(found)
@@ -213,7 +215,9 @@ def load_checkpoint(
     )
     for path, older in zip(paths, [*paths[1:], None], strict=True):
         try:
-            return _load(request, path)
+            loaded = _load(request, path)
+            log_repeated_reads(repeats)
+            return loaded
         except DamageError as error:
             if older is None and others:
                 advised = _with_advice(error, path.parent, others)

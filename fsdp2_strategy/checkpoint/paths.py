@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.hf.file_reads import repeated
 
 MODEL = "model"
 WRAPPER = "wrapper"
@@ -82,7 +83,7 @@ class CheckpointPaths:
     @classmethod
     def found_in(cls, root: Path) -> Self:
         """Return the paths of a checkpoint on disk; detect the layout from the folders that exist."""
-        if not (root / TRAINING_STATE / MANIFEST).exists():
+        if not repeated(root, (root / TRAINING_STATE / MANIFEST).exists):
             return cls.of(root, "own")
         return cls.of(root, "lerobot" if (root / PRETRAINED_MODEL).is_dir() else "trainer")
 

@@ -41,7 +41,7 @@ from fsdp2_strategy.checkpoint.layout import read_manifest
 from fsdp2_strategy.checkpoint.paths import CHECKSUMS, TRAINER_STATE, CheckpointPaths
 from fsdp2_strategy.errors import CheckpointError, DamageError
 from fsdp2_strategy.hf.checksums import Block, Checksums, digest_of
-from fsdp2_strategy.hf.file_reads import SourceFile, size_of_file
+from fsdp2_strategy.hf.file_reads import SourceFile, repeated, size_of_file
 from fsdp2_strategy.hf.safetensors_format import MAX_HEADER_BYTES, Entry, read_header, read_into
 from fsdp2_strategy.hf.schema import InvalidError, Schema
 from fsdp2_strategy.hf.weights_folder import INDEX_BYTES
@@ -150,7 +150,7 @@ def check_structure(path: Path) -> dict[str, Any]:
                 raise DamageError(
                     f"cannot read {path / name}: it is {actual} bytes long, expected {size}. Load another checkpoint."
                 )
-        for file in path.rglob("*.safetensors"):
+        for file in repeated(path, lambda: list(path.rglob("*.safetensors"))):
             if file.relative_to(path).as_posix() not in manifest["files"]:
                 raise DamageError(f"cannot read {path}: {file} is not listed in its manifest. Remove that file.")
     except OSError as error:

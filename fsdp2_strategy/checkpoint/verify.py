@@ -6,6 +6,7 @@ Input: a checkpoint's directory. Output: a report of all problems.
 from __future__ import annotations
 
 import bisect
+import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,10 +18,11 @@ from fsdp2_strategy.checkpoint.layout import models_in
 from fsdp2_strategy.checkpoint.paths import RNG, as_path
 from fsdp2_strategy.checkpoint.random_state import RNG_BYTES, check_rng
 from fsdp2_strategy.checkpoint.reader import Opened, open_checkpoint
+from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.progress import Progress
 from fsdp2_strategy.errors import CheckpointError, counted
 from fsdp2_strategy.hf.checksums import CheckedRange
-from fsdp2_strategy.hf.file_reads import SourceFile
+from fsdp2_strategy.hf.file_reads import SourceFile, read_repeats
 from fsdp2_strategy.hf.safetensors_format import Entry, read_header, read_into
 from fsdp2_strategy.hf.weights_folder import read_index
 
@@ -56,6 +58,7 @@ def verify_checkpoint(path: str | Path, *, progress: bool = True) -> VerifyRepor
         CheckpointError: ``path`` is not a path.
     """
     path = as_path(path, "verify a checkpoint")
+    repeats = read_repeats()
     try:
         opened = open_checkpoint(path)
     except CheckpointError as error:
@@ -68,6 +71,8 @@ def verify_checkpoint(path: str | Path, *, progress: bool = True) -> VerifyRepor
             problems += [f"{_tensor_names(tensors.get(file, []), c)}: {problem}" for c, problem in found_problems]
     if not problems:
         problems = _problems_of_states(opened)
+    if (repeated := read_repeats() - repeats) > 0:
+        log("read again: %s", counted(repeated, "time"), level=logging.WARNING)
     if len(problems) > _MAX_PROBLEMS:
         problems[_MAX_PROBLEMS:] = [f"and {len(problems) - _MAX_PROBLEMS:,} further problems"]
     return VerifyReport(problems)
