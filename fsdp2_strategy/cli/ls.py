@@ -44,7 +44,7 @@ def _entry(path: Path, checkpoint: Checkpoint | None, problem: str) -> dict[str,
             "sequence": checkpoint.sequence,
             "step": checkpoint.step,
             "bytes": checkpoint.total_bytes,
-            "saved": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(_saved(path))),
+            "saved": _saved(path, "%Y-%m-%dT%H:%M:%S%z"),
             "protected": checkpoint.protected,
             "metric": checkpoint.metric,
             "higher_is_better": checkpoint.higher_is_better,
@@ -55,7 +55,7 @@ def _entry(path: Path, checkpoint: Checkpoint | None, problem: str) -> dict[str,
 
 
 def _line(checkpoint: Checkpoint, problem: str) -> str:
-    saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(_saved(checkpoint.path)))
+    saved = _saved(checkpoint.path, "%Y-%m-%d %H:%M")
     notes = ["protected"] if checkpoint.protected else []
     notes += [f"models {', '.join(checkpoint.models)}"] if checkpoint.models else []
     notes += ["trainable weights only"] if _is_only_trainable(checkpoint) else []
@@ -68,8 +68,11 @@ def _line(checkpoint: Checkpoint, problem: str) -> str:
     )
 
 
-def _saved(path: Path) -> float:
-    return CheckpointPaths.found_in(path).manifest.stat().st_mtime
+def _saved(path: Path, form: str) -> str:
+    try:
+        return time.strftime(form, time.localtime(CheckpointPaths.found_in(path).manifest.stat().st_mtime))
+    except (OverflowError, ValueError):  # a time after the year 9999
+        return "unknown"
 
 
 def _is_only_trainable(checkpoint: Checkpoint) -> bool:

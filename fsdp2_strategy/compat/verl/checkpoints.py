@@ -8,7 +8,6 @@ saved, and restored with the optimizer.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from dataclasses import asdict
 from glob import escape
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2_strategy.checkpoint import directory, save_checkpoint, wait_for_save
+from fsdp2_strategy.checkpoint.file_schemas import STATE_BYTES, STATE_OF_ONLY_MODEL, parse_state, read_small_file
 from fsdp2_strategy.checkpoint.layout import describe_missing
 from fsdp2_strategy.checkpoint.paths import TRAINER_STATE, CheckpointPaths
 from fsdp2_strategy.distributed.agreement import all_or_none
@@ -161,10 +161,11 @@ def _check_contents(path: Path, selected: Collection[str]) -> None:
         CheckpointError: the message names the contents.
     """
     try:
-        state = json.loads((CheckpointPaths.found_in(path).state / TRAINER_STATE).read_bytes())
-        lacking = [name for name, key in _KEYS.items() if name in selected and state[key] is None]
-    except (OSError, ValueError, TypeError, KeyError):  # the load reports what is missing or corrupt
+        file = CheckpointPaths.found_in(path).state / TRAINER_STATE
+        state = parse_state(read_small_file(file, STATE_BYTES), file, STATE_OF_ONLY_MODEL)
+    except CheckpointError:  # the load reports what is missing or corrupt
         return
+    lacking = [name for name, key in _KEYS.items() if name in selected and state[key] is None]
     if lacking:
         raise CheckpointError(
             f"cannot load {lacking}: {path} was saved without them, expected a checkpoint with all of "
