@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save
 
 from fsdp2_strategy.checkpoint.file_schemas import damage
+from fsdp2_strategy.checkpoint.paths import DATA
 from fsdp2_strategy.checkpoint.training_state import require_saved
 from fsdp2_strategy.distributed.process_group import data_size
 from fsdp2_strategy.errors import CheckpointError, shown
@@ -127,9 +128,8 @@ class RankState:
         Raises:
             DamageError: it is not the state of a loader.
         """
-        tensors, metadata = tensors_in(content, path)
         try:
-            return cls(_deserialize(tensors, parse_json(metadata.get(_TREE, ""), json_value(_MAX_DEPTH))))
+            return cls(_deserialize(content, path))
         except InvalidError as error:
             raise damage(path, f"the state of the loader is invalid: {error}") from error
         except RecursionError:
@@ -179,8 +179,14 @@ def _serialize(state: Any) -> bytes:
             "dense tensors, and lists and mappings of them. Checkpoints contain no pickled objects."
         )
 
-    tree = convert(state, "dataloader")
-    return save(tensors, metadata={_TREE: json.dumps(tree)})
+    try:
+        text = json.dumps(convert(state, "dataloader"))
+    except RecursionError:
+        raise CheckpointError(
+            "cannot save: the state of the data loader is nested too deeply, expected a few levels of lists and "
+            "mappings. Return a flatter state from state_dict."
+        ) from None
+    return save(tensors, metadata={_TREE: text})
 
 
 def _as_tensor(value: Any) -> tuple[str, torch.Tensor | None]:
@@ -198,7 +204,9 @@ def _as_tensor(value: Any) -> tuple[str, torch.Tensor | None]:
     return "", None
 
 
-def _deserialize(tensors: Mapping[str, torch.Tensor], tree: Any) -> Any:
+def _deserialize(content: bytes, path: Path = Path(DATA)) -> Any:
+    tensors, metadata = tensors_in(content, path)
+
     def convert(value: Any) -> Any:
         if not isinstance(value, dict | list):
             return value
@@ -224,7 +232,7 @@ def _deserialize(tensors: Mapping[str, torch.Tensor], tree: Any) -> Any:
             raise InvalidError(f"has the key {shown(key)}, which cannot be one") from None
         return key, convert(pair[1])
 
-    return convert(tree)
+    return convert(parse_json(metadata.get(_TREE, ""), json_value(_MAX_DEPTH)))
 
 
 def _has_numpy_dtype(tensor: torch.Tensor) -> bool:

@@ -27,6 +27,7 @@ from typing import Any
 
 from fsdp2_strategy import sizes
 from fsdp2_strategy.checkpoint.deletion import bytes_in, delete, delete_partial, hide
+from fsdp2_strategy.checkpoint.file_schemas import CHECKSUMS_BYTES, MAX_SEQUENCE, parse_checksums, read_small_file
 from fsdp2_strategy.checkpoint.layout import (
     FORMAT,
     FORMAT_VERSION,
@@ -208,7 +209,13 @@ def commit(partial: CheckpointPaths, tag: str, entries: Mapping[str, Any], diges
             f"({len(unseen)} of {len(checksums)} such files are missing), expected one directory for all ranks. Save "
             "into a file system that all hosts share."
         )
-    sequence = max((c.sequence for c in checkpoints_with_manifest(save_dir)), default=0) + 1
+    newest = max(checkpoints_with_manifest(save_dir), key=lambda c: c.sequence, default=None)
+    if newest is not None and newest.sequence >= MAX_SEQUENCE:
+        raise CheckpointError(
+            f"cannot commit {final}: {newest.path} has the sequence number {newest.sequence}, expected a smaller one. "
+            "Move it to another directory."
+        )
+    sequence = newest.sequence + 1 if newest else 1
     manifest = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION_OF_SEVERAL if "models" in entries else FORMAT_VERSION,
@@ -253,7 +260,7 @@ def warn_of_other_weights(partial: CheckpointPaths, final: Path, step: int) -> N
         if manifest["step"] != step or len(manifest["checksums"]) != ranks:
             return
         before, after = (_weight_blocks(paths) for paths in (old, partial))
-    except (CheckpointError, OSError, ValueError, KeyError):  # it does not exist, or is unusable
+    except (CheckpointError, OSError):  # it does not exist, or is unusable
         return
     if before != after:
         message = (
@@ -264,8 +271,14 @@ def warn_of_other_weights(partial: CheckpointPaths, final: Path, step: int) -> N
 
 
 def _weight_blocks(paths: CheckpointPaths) -> dict[str, Any]:
-    """Return the blocks of weights in rank 0's checksum manifest, by file."""
-    blocks = json.loads(paths.rank_file(CHECKSUMS, 0).read_bytes())["blocks"]
+    """Return the blocks of weights in rank 0's checksum manifest, by file.
+
+    Raises:
+        DamageError: the checksum manifest is invalid.
+    """
+    file = paths.rank_file(CHECKSUMS, 0)
+    sizes_of_files = {paths.name_of(path): path.stat().st_size for path in paths.root.rglob("*")}
+    blocks = parse_checksums(read_small_file(file, CHECKSUMS_BYTES), file, sizes_of_files)["blocks"]
     parts = [paths, *(paths.of_model(folder.name) for folder in model_folders(paths.root))]
     folders = {paths.name_of(f) for of in parts for f in (of.model, of.state / WRAPPER, of.state / TRAINABLE)}
     return {

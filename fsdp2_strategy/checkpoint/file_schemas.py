@@ -48,8 +48,10 @@ _OLD_BLOCK_BYTES = 16 << 20
 """Maximum block size of old checksum manifests, which do not record it."""
 _MAX_RUNS = 1 << 16
 """Maximum number of runs of a strided block: 16 MiB have 4,096 runs of at least 4 KiB."""
-_MEAN_BLOCK_BYTES = 8
-"""Minimum mean size of the blocks of a file: each belongs to a tensor, whose entry in the header alone is longer."""
+_MEAN_BLOCK_BYTES = 32
+_FEW_BLOCKS = 1024
+"""A file has more than this number of blocks in one manifest only if their mean size is at least `_MEAN_BLOCK_BYTES`: a
+rank writes one block per tensor, whose entry in the header alone is longer, or runs of kilobytes."""
 
 
 def _model_name(value: Any) -> None:
@@ -201,7 +203,7 @@ def parse_checksums(content: bytes, path: Path, sizes_of_files: Mapping[str, int
 def _check_blocks(name: str, blocks: Any, size: int, max_bytes: int) -> None:
     if not isinstance(blocks, list):
         raise InvalidError(f"has blocks of {shown(name)} that are not a list")
-    most = size // _MEAN_BLOCK_BYTES + 16
+    most = size // _MEAN_BLOCK_BYTES + _FEW_BLOCKS
     if len(blocks) > most:
         raise InvalidError(f"has {len(blocks):,} blocks of {shown(name)}, expected at most {most:,}")
     for block in blocks:

@@ -53,6 +53,7 @@ from fsdp2_strategy.distributed.torch_internals import local_of
 from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.conversions import renames
 from fsdp2_strategy.hf.copy_folder import NewFolder, sidecars_in
+from fsdp2_strategy.hf.file_reads import read_file
 from fsdp2_strategy.hf.transformers_models import outermost_models
 from fsdp2_strategy.model.failed_loads import unusable_unless_done
 from fsdp2_strategy.model.gradients import clear_gradients
@@ -115,10 +116,10 @@ class Foreign:
     @cached_property
     def _meta(self) -> dict[str, Any]:
         try:
-            content = json.loads((self.path / _META).read_bytes())
+            content = json.loads(read_file(self.path / _META, 64 << 20, follow_link=True))
         except OSError:
             return {}
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(
                 f"cannot read {self.path / _META}: {error}, expected JSON. Copy the file again."
             ) from error

@@ -429,7 +429,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
     Raises:
         DamageError: the manifest is missing or corrupt, or has another format.
     """
-    file = CheckpointPaths.found_in(path).manifest
+    try:
+        file = CheckpointPaths.found_in(path).manifest
+    except OSError as error:
+        raise damage(path, error.strerror or str(error)) from error
     try:
         manifest = parse_json(read_small_file(file, MANIFEST_BYTES))
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:

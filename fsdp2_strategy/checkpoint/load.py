@@ -93,10 +93,11 @@ from fsdp2_strategy.distributed.process_group import (
     world_size,
 )
 from fsdp2_strategy.errors import ArgumentError, CheckpointError, DamageError, did_you_mean
+from fsdp2_strategy.hf.file_reads import read_repeats
 from fsdp2_strategy.hf.load_plan import LoadReport
 from fsdp2_strategy.hf.regions import Region
 from fsdp2_strategy.hf.replicated_reads import divide_reads
-from fsdp2_strategy.hf.verified_read import ranges_of
+from fsdp2_strategy.hf.verified_read import log_repeated_reads, ranges_of
 from fsdp2_strategy.model.failed_loads import unusable_unless_done
 from fsdp2_strategy.model.gradients import clear_gradients
 from fsdp2_strategy.model.master_weights import refresh_masters_of
@@ -197,6 +198,7 @@ def load_checkpoint(
         load_learning_rates,
     )
     check_equal("load", arguments, CheckpointError, "the same directory, tag and objects to load on all ranks.")
+    repeats = read_repeats()
     with all_or_none(f"find a checkpoint in {load_dir}", CheckpointError):
         found = _find(load_dir, tag, fallback=fallback, trust=trust) if is_rank_0() else ([], None)
     paths, foreign = from_rank_0(found)
@@ -227,7 +229,9 @@ def load_checkpoint(
         verify=verify,
         load_learning_rates=load_learning_rates,
     )
-    return _load_first(request, paths, others, lambda: _find(load_dir, tag, fallback=fallback, trust=trust)[0])
+    loaded = _load_first(request, paths, others, lambda: _find(load_dir, tag, fallback=fallback, trust=trust)[0])
+    log_repeated_reads(repeats)
+    return loaded
 
 
 def _load_first(

@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.hf.file_reads import repeated
 
 MODEL = "model"
 WRAPPER = "wrapper"
@@ -151,7 +152,7 @@ class CheckpointPaths:
 def exists(path: Path, *, follow_symlinks: bool = True) -> bool:
     """Return whether a path exists and can be looked at; an unreadable directory of another user raises nothing."""
     try:
-        path.stat(follow_symlinks=follow_symlinks)
+        repeated(path, lambda: path.stat(follow_symlinks=follow_symlinks))
     except (OSError, ValueError):
         return False
     return True
@@ -160,7 +161,7 @@ def exists(path: Path, *, follow_symlinks: bool = True) -> bool:
 def is_directory(path: Path, *, follow_symlinks: bool = True) -> bool:
     """Return whether a path is a directory; False if it cannot be looked at."""
     try:
-        return stat.S_ISDIR(path.stat(follow_symlinks=follow_symlinks).st_mode)
+        return stat.S_ISDIR(repeated(path, lambda: path.stat(follow_symlinks=follow_symlinks)).st_mode)
     except (OSError, ValueError):
         return False
 
@@ -168,7 +169,7 @@ def is_directory(path: Path, *, follow_symlinks: bool = True) -> bool:
 def names_in(path: Path) -> set[str]:
     """Return the names in a directory; an empty set if it cannot be read."""
     try:
-        return {entry.name for entry in path.iterdir()}
+        return {entry.name for entry in repeated(path, lambda: list(path.iterdir()))}
     except OSError:
         return set()
 

@@ -212,6 +212,8 @@ class _ChecksumManifests:
     shard_size: int
     rank: int | None
     _read: set[int] = field(default_factory=set)
+    _failed: dict[Path, str] = field(default_factory=dict)
+    """Texts of errors."""
     _headers: dict[Path, list[Entry]] = field(default_factory=dict)
 
     def __call__(self, path: Path, begin: int, end: int) -> Iterator[dict[Path, list[Block]]]:
@@ -260,14 +262,26 @@ class _ChecksumManifests:
         """
         blocks: dict[Path, list[Block]] = {}
         for path in (self.paths.rank_file(CHECKSUMS, rank) for rank in ranks):
-            name = self.paths.name_of(path)
-            content = read_small_file(path, CHECKSUMS_BYTES)
-            expected = self.manifest["checksums"][name]
-            if (digest := digest_of(content)) != expected:
-                raise DamageError(
-                    f"cannot verify {self.paths.root}: {name} has the checksum {digest}, expected {expected}, as in "
-                    "the manifest. Load another checkpoint."
-                )
-            for file, of_file in parse_checksums(content, path, self.manifest["files"])["blocks"].items():
+            if path in self._failed:  # each file asks again for a manifest that cannot be used
+                raise DamageError(self._failed[path])
+            try:
+                listed = self._read_manifest(path)
+            except DamageError as error:
+                self._failed[path] = str(error)
+                raise
+            for file, of_file in listed.items():
                 blocks.setdefault(self.paths.root / file, []).extend(Block(*block) for block in of_file)
+        return blocks
+
+    def _read_manifest(self, path: Path) -> dict[str, Any]:
+        """Return the blocks in a checksum manifest, by the names of files."""
+        name = self.paths.name_of(path)
+        content = read_small_file(path, CHECKSUMS_BYTES)
+        expected = self.manifest["checksums"][name]
+        if (digest := digest_of(content)) != expected:
+            raise DamageError(
+                f"cannot verify {self.paths.root}: {name} has the checksum {digest}, expected {expected}, as in the "
+                "manifest. Load another checkpoint."
+            )
+        blocks: dict[str, Any] = parse_checksums(content, path, self.manifest["files"])["blocks"]
         return blocks

@@ -43,6 +43,7 @@ from fsdp2_strategy.distributed.agreement import all_or_none, error_text
 from fsdp2_strategy.distributed.process_group import group_in_use, rank, world_size
 from fsdp2_strategy.errors import CheckpointError, DamageError, some
 from fsdp2_strategy.hf.checksums import Block, Checksums, blocks_of
+from fsdp2_strategy.hf.file_reads import repeated
 from fsdp2_strategy.hf.mismatches import CHECKPOINT, describe_shapes
 from fsdp2_strategy.hf.output_files import File, check_shared_folder, create_files, file_bytes, files_for, index_of
 from fsdp2_strategy.hf.regions import Region
@@ -325,7 +326,7 @@ def stored_in(folder: Path, paths: CheckpointPaths | None = None) -> dict[str, E
         CheckpointError: a header is invalid, or two files contain the same name.
     """
     entries: dict[str, Entry] = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in repeated(folder, lambda: sorted(folder.glob("*.safetensors"))):
         if paths is not None and not paths.lists(path):
             continue
         for name, entry in read_header(path).items():

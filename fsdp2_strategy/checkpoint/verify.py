@@ -6,6 +6,7 @@ Input: a checkpoint's directory. Output: a report of all problems.
 from __future__ import annotations
 
 import bisect
+import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,10 +18,11 @@ from fsdp2_strategy.checkpoint.layout import REMOVED, extra_entries, hidden_in, 
 from fsdp2_strategy.checkpoint.paths import RNG, as_path
 from fsdp2_strategy.checkpoint.random_state import RNG_BYTES, check_rng
 from fsdp2_strategy.checkpoint.reader import Opened, open_checkpoint
+from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.progress import Progress
 from fsdp2_strategy.errors import CheckpointError, counted
 from fsdp2_strategy.hf.checksums import CheckedRange
-from fsdp2_strategy.hf.file_reads import SourceFile
+from fsdp2_strategy.hf.file_reads import SourceFile, read_repeats
 from fsdp2_strategy.hf.safetensors_format import Entry, read_header, read_into
 from fsdp2_strategy.hf.weights_folder import read_index
 
@@ -84,6 +86,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _verify(path: Path, *, progress: bool) -> VerifyReport:
+    repeats = read_repeats()
     try:
         opened = open_checkpoint(path)
     except CheckpointError as error:
@@ -96,6 +99,8 @@ def _verify(path: Path, *, progress: bool) -> VerifyReport:
             problems += [f"{_tensor_names(tensors.get(file, []), c)}: {problem}" for c, problem in found_problems]
     if not problems:
         problems = _problems_of_states(opened)
+    if (repeated := read_repeats() - repeats) > 0:
+        log("read again: %s", counted(repeated, "time"), level=logging.WARNING)
     if len(problems) > _MAX_PROBLEMS:
         problems[_MAX_PROBLEMS:] = [f"and {len(problems) - _MAX_PROBLEMS:,} further problems"]
     return VerifyReport(problems, extra_entries(path, opened.manifest["files"]))
@@ -126,10 +131,10 @@ def _tasks(opened: Opened) -> tuple[dict[Path, list[Entry]], list[_Task], list[s
 
 
 def _together(ranges: list[CheckedRange]) -> Iterator[list[CheckedRange]]:
-    """Yield successive ranges of a file in groups, so that small ranges do not open the file once each."""
+    """Yield successive ranges of a file in groups; the ranges of a group of several are small and adjacent."""
     group: list[CheckedRange] = []
     for checked in ranges:
-        if group and checked.end - group[0].begin > sizes.BLOCK_BYTES:
+        if group and (checked.end - group[0].begin > sizes.CACHED_BYTES or checked.begin != group[-1].end):
             yield group
             group = []
         group.append(checked)
@@ -139,28 +144,20 @@ def _together(ranges: list[CheckedRange]) -> Iterator[list[CheckedRange]]:
 
 def _check(path: Path, together: list[CheckedRange]) -> list[tuple[CheckedRange, str]]:
     """Read ranges of a file and compare their checksums; return the problem of each range that has one."""
-    found = []
-    memory = bytearray(sizes.CACHED_BYTES)
+    begin, end = together[0].begin, together[-1].end
+    memory = memoryview(bytearray(min(end - begin, sizes.CACHED_BYTES)))
+    hashers = [checked.hasher() for checked in together]
     try:
         with SourceFile(path) as file:
-            for checked in together:
-                try:
-                    if problem := _problem(file, checked, memory):
-                        found.append((checked, problem))
-                except OSError as error:
-                    found.append((checked, _unreadable(path, checked, error)))
+            for at in range(begin, end, sizes.CACHED_BYTES):
+                part = memory[: end - at]
+                file.read(partial(read_into, offset=at, memory=part))
+                for checked, hasher in zip(together, hashers, strict=True):
+                    hasher.update(part if len(together) == 1 else part[checked.begin - begin : checked.end - begin])
     except OSError as error:
-        found = [(checked, _unreadable(path, checked, error)) for checked in together]
-    return found
-
-
-def _problem(file: SourceFile, checked: CheckedRange, memory: bytearray) -> str:
-    hasher = checked.hasher()
-    for at in range(checked.begin, checked.end, sizes.CACHED_BYTES):
-        part = memoryview(memory)[: checked.end - at]
-        file.read(partial(read_into, offset=at, memory=part))
-        hasher.update(part)
-    return hasher.problem(file.path)
+        return [(checked, _unreadable(path, checked, error)) for checked in together]
+    found = zip(together, (hasher.problem(path) for hasher in hashers), strict=True)
+    return [(checked, problem) for checked, problem in found if problem]
 
 
 def _unreadable(path: Path, checked: CheckedRange, error: OSError) -> str:

@@ -129,13 +129,23 @@ def _listed(entries: Mapping[str, Entry]) -> list[dict[str, Any]]:
 def _text(value: object) -> str:
     """Return a value on one line; mappings as ``key=value``."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{key}={_inner_text(inner)}" for key, inner in value.items()) or "-"
-    return "-" if value is None else _inner_text(value)
+        return _entries(value, _MAX_LEVELS) or "-"
+    return "-" if value is None else _inner_text(value, _MAX_LEVELS)
 
 
-def _inner_text(value: object) -> str:
+_MAX_LEVELS = 20
+"""Maximum nesting of lists and mappings that are printed in full."""
+
+
+def _entries(value: Mapping[Any, Any], levels: int) -> str:
+    return ", ".join(f"{key}={_inner_text(inner, levels)}" for key, inner in value.items())
+
+
+def _inner_text(value: object, levels: int) -> str:
+    if isinstance(value, Mapping | list) and not levels:
+        return "…"
     if isinstance(value, Mapping):
-        return f"{{{_text(value)}}}"
+        return f"{{{_entries(value, levels - 1) or '-'}}}"
     if isinstance(value, list):
-        return f"[{', '.join(map(_inner_text, value))}]"
+        return f"[{', '.join(_inner_text(inner, levels - 1) for inner in value)}]"
     return str(value)

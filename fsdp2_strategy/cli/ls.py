@@ -49,7 +49,7 @@ def _entry(path: Path, checkpoint: Checkpoint | None, problem: str, saved: float
             "sequence": checkpoint.sequence,
             "step": checkpoint.step,
             "bytes": checkpoint.total_bytes,
-            "saved": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(saved)),
+            "saved": _text_of(saved, "%Y-%m-%dT%H:%M:%S%z"),
             "protected": checkpoint.protected,
             "metric": checkpoint.metric,
             "higher_is_better": checkpoint.higher_is_better,
@@ -60,7 +60,7 @@ def _entry(path: Path, checkpoint: Checkpoint | None, problem: str, saved: float
 
 
 def _line(checkpoint: Checkpoint, problem: str, saved: float) -> str:
-    date = time.strftime("%Y-%m-%d %H:%M", time.localtime(saved))
+    date = _text_of(saved, "%Y-%m-%d %H:%M")
     notes = ["protected"] if checkpoint.protected else []
     notes += [f"models {', '.join(checkpoint.models)}"] if checkpoint.models else []
     notes += ["copied or renamed"] if checkpoint.is_copy else []
@@ -80,6 +80,13 @@ def _saved(path: Path) -> float | None:
         return CheckpointPaths.found_in(path).manifest.stat().st_mtime
     except OSError:
         return None
+
+
+def _text_of(seconds: float, form: str) -> str:
+    try:
+        return time.strftime(form, time.localtime(seconds))
+    except (OverflowError, ValueError):  # a time after the year 9999
+        return "unknown"
 
 
 def _is_only_trainable(checkpoint: Checkpoint) -> bool:

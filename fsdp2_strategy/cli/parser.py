@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from fsdp2_strategy.cli.output import Output
+from fsdp2_strategy.cli.output import Output, printable
 from fsdp2_strategy.errors import FSDP2StrategyError
 
 _PATH = "a checkpoint, or a directory of checkpoints"
@@ -36,11 +36,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status: int = command.run(parsed, output)
         output.finish()
     except FSDP2StrategyError as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"{printable(str(error))}\n")
         return 2
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python reports the error again at exit
         return 0
+    except OSError as error:
+        text = error.strerror or str(error)
+        sys.stderr.write(
+            f"cannot run {parsed.command}: {error.filename}: {text}. Check the path, and its permissions.\n"
+        )
+        return 2
     return status
 
 

@@ -15,7 +15,7 @@ import logging
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import astuple, replace
+from dataclasses import astuple, fields, replace
 from functools import lru_cache
 from typing import Any, get_args
 
@@ -36,7 +36,7 @@ from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import data_rank, data_size
 from fsdp2_strategy.distributed.torch_internals import end_workers
-from fsdp2_strategy.errors import DataError, counted
+from fsdp2_strategy.errors import DataError, counted, shortened, shown
 
 _VERSION = 1
 _VERSION_WITH_LAYOUT = 2  # earlier versions of this package would ignore the layout
@@ -326,6 +326,11 @@ class ResumableLoader:
                 f"cannot load a data position: it has no {', '.join(missing)}, expected all keys of state_dict(). Load "
                 "it with the version of this package that saved it."
             )
+        if wrong_type := _entry_of_wrong_type(state):
+            raise DataError(
+                f"cannot load a data position: its {wrong_type} is {shown(state[wrong_type])}, expected what "
+                "state_dict() returns. Load it with the version of this package that saved it."
+            )
         version = state["version"] if state["version"] in (_VERSION, _VERSION_WITH_LAYOUT) else None
         known = {**self._fingerprint, "version": version or _VERSION}
         given = {**state["fingerprint"], "version": state["version"]}
@@ -333,7 +338,7 @@ class ResumableLoader:
         if any_batch_size and "global_batch_size" in wrong:
             wrong.remove("global_batch_size")
         if wrong:
-            texts = [f"{name} {given.get(name)!r}, expected {known.get(name)!r}" for name in wrong]
+            texts = [f"{shortened(name)} {shown(given.get(name))}, expected {known.get(name)!r}" for name in wrong[:9]]
             fix = "use the data set and arguments of the run that is resumed"
             if wrong == ["global_batch_size"]:
                 fix += (
@@ -499,3 +504,25 @@ def _rank_and_size(dp_rank: int | None, dp_size: int | None) -> tuple[int, int]:
             "group. Pass both numbers, or construct the strategy first."
         )
     return data_rank(), data_size()
+
+
+def _entry_of_wrong_type(state: Mapping[str, Any]) -> str:
+    """Return the name of an entry of a data position that has another type than in a `state_dict`, or ""."""
+    counts = ("batches", "samples", "began", "end")
+    wrong = [name for name in counts if not _are_counts([state[name]], 1)]
+    wrong += [] if isinstance(state["fingerprint"], Mapping) else ["fingerprint"]
+    wrong += [] if _are_counts(state["anchor"], len(fields(Anchor))) else ["anchor"]
+    wrong += [] if _are_counts(state["skipped"], None) else ["skipped"]
+    layouts = state.get("layouts", [[0, 1, 0]])
+    is_list = isinstance(layouts, list | tuple) and len(layouts) > 0
+    if not is_list or not all(_are_counts(each, len(fields(LaneLayout))) and each[1] for each in layouts):
+        wrong.append("layouts")
+    return wrong[0] if wrong else ""
+
+
+def _are_counts(values: object, length: int | None) -> bool:
+    return (
+        isinstance(values, list | tuple)
+        and (length is None or len(values) == length)
+        and all(isinstance(value, int) and 0 <= value < 1 << 62 for value in values)
+    )

@@ -54,9 +54,20 @@ def size_of_file(path: Path) -> int:
     Raises:
         OSError: the file does not exist, or is not a regular file.
     """
-    found = _Retries(path).run(path.stat)
+    found = repeated(path, path.stat)
     _check_regular(path, found)
     return found.st_size
+
+
+def repeated(path: Path, action: Callable[[], _T]) -> _T:
+    """Return the result of an action on a path, which is repeated after a transient error.
+
+    See [Note: transient errors].
+
+    Raises:
+        OSError: the action failed for another reason, or failed too often.
+    """
+    return _Retries(path).run(action)
 
 
 class SourceFile:

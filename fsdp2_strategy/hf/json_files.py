@@ -11,7 +11,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.errors import CheckpointError, shortened
+from fsdp2_strategy.hf.schema import MAX_DEPTH
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -44,22 +45,29 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def check_json(value: Any, where: str) -> None:
+def check_json(value: Any, where: str, levels: int = MAX_DEPTH) -> None:
     """Raise if JSON cannot represent ``value``; tuples are allowed, but are read back as lists.
+
+    Args:
+        value: the value.
+        where: its name, for messages.
+        levels: how many levels of lists and dictionaries it may have.
 
     Raises:
         CheckpointError: a value does not fit; the message names its key.
     """
     problem = ""
-    if isinstance(value, dict):
+    if isinstance(value, dict | list | tuple) and not levels:
+        where, problem = shortened(where), f"is nested more than {MAX_DEPTH} levels deep, expected fewer"
+    elif isinstance(value, dict):
         for key, entry in value.items():
             if not isinstance(key, str):
                 problem = f"has the key {key!r} of type {type(key).__name__}, expected a string"
                 break
-            check_json(entry, f"{where}[{key!r}]")
+            check_json(entry, f"{where}[{key!r}]", levels - 1)
     elif isinstance(value, list | tuple):
         for i, entry in enumerate(value):
-            check_json(entry, f"{where}[{i}]")
+            check_json(entry, f"{where}[{i}]", levels - 1)
     elif isinstance(value, float) and not math.isfinite(value):
         problem = f"is {value}, expected a finite number"
     elif not (value is None or type(value) in (bool, int, float, str)):

@@ -23,6 +23,7 @@ from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import current_device
 from fsdp2_strategy.errors import CheckpointError, counted, some
+from fsdp2_strategy.hf.file_reads import read_repeats
 from fsdp2_strategy.hf.load_plan import LoadReport, Target, check_ties, match_tensors, tensor_at
 from fsdp2_strategy.hf.meta.initialize import (
     PlainWithoutValues,
@@ -44,7 +45,7 @@ from fsdp2_strategy.hf.peft.merge import names_without_adapters
 from fsdp2_strategy.hf.regions import sources_of
 from fsdp2_strategy.hf.replicated_reads import divide_reads
 from fsdp2_strategy.hf.transformers_models import inner_model, is_transformers_model
-from fsdp2_strategy.hf.verified_read import Reader
+from fsdp2_strategy.hf.verified_read import Reader, log_repeated_reads
 from fsdp2_strategy.hf.weights_folder import CONFIG, WeightsSource, open_folder, origin_of
 from fsdp2_strategy.model.failed_loads import mark_usable
 from fsdp2_strategy.model.fingerprint import store_initial_sums
@@ -97,6 +98,7 @@ def load_pretrained(model: nn.Module) -> LoadReport:
 def _load(model: nn.Module, path: str | Path | None, *, allowed_missing: str, advice: Advice) -> LoadReport:
     root = unwrap_model(model)
     name = class_name(root)
+    repeats = read_repeats()
     with all_or_none(f"load {name}", CheckpointError):
         if is_recording():
             raise CheckpointError(
@@ -145,6 +147,7 @@ def _load(model: nn.Module, path: str | Path | None, *, allowed_missing: str, ad
             reader.read(requests)
     for shared in broadcasts:
         shared.run()
+    log_repeated_reads(repeats)
     if to_initialise or plain:
         with all_or_none(f"load {name}", CheckpointError):
             empty = [replace(e, tensor=tensor_at(e.registrations)) for e in to_initialise]

@@ -11,6 +11,7 @@ read in full, even if only a part of it is requested.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import threading
 from collections import deque
@@ -25,11 +26,13 @@ from typing import Self
 import torch
 
 from fsdp2_strategy import sizes
+from fsdp2_strategy.distributed.agreement import to_rank_0
+from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.process_group import current_device, is_rank_0, set_device
 from fsdp2_strategy.distributed.progress import Progress
 from fsdp2_strategy.errors import CheckpointError, DamageError, counted
 from fsdp2_strategy.hf.checksums import Block, CheckedRange, Checksums, Hasher
-from fsdp2_strategy.hf.file_reads import SourceFile
+from fsdp2_strategy.hf.file_reads import SourceFile, read_repeats
 from fsdp2_strategy.hf.regions import Computed, Piece, Region, sources_of, target_of, value_of
 from fsdp2_strategy.hf.safetensors_format import Entry, memory_of, read_into
 from fsdp2_strategy.model.boxes import Box
@@ -160,6 +163,12 @@ def ranges_of(requests: Iterable[ReadRequest]) -> Iterator[tuple[Path, int, int]
         elif math.prod(part.shape):
             begin = part.source.offset + part.offset * part.source.dtype.itemsize
             yield part.source.path, begin, begin + part.span * part.source.dtype.itemsize
+
+
+def log_repeated_reads(before: int) -> None:
+    """Log how often all ranks have repeated reads since `read_repeats` returned ``before``; collective."""
+    if total := sum(to_rank_0(read_repeats() - before)):
+        log("read again: %s", counted(total, "time"), level=logging.WARNING)
 
 
 def _requested_pieces(requests: Iterable[ReadRequest]) -> Iterator[tuple[ReadRequest, Piece]]:

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
+import json
+import os
 import sys
 import time
 from argparse import Namespace
@@ -42,6 +45,7 @@ from fsdp2_strategy import (
     linear_log_probs,
     save_model,
 )
+from fsdp2_strategy.checkpoint.layout import digest_of_manifest
 from fsdp2_strategy.compat.lightrft import get_strategy
 from fsdp2_strategy.hf.staged_folder import StagedFolder
 from fsdp2_strategy.rollout import stream_weights
@@ -1390,6 +1394,61 @@ def a_truncated_file(folder):
     path = folder / "ckpts" / "global_step1" / "optimizer" / "optimizer.safetensors"
     on_rank_0(lambda: path.write_bytes(path.read_bytes()[:-1]))
     strategy.load_ckpt(model, folder / "ckpts")
+
+
+@mistake(
+    "its content is invalid: its entry 'step' is -1, expected an integer",
+    DamageError,
+    "Another program has written a JSON file of the checkpoint; the message names the file and the entry.",
+    "Load another checkpoint by `tag`, or the newest intact one with `fallback=True`.",
+)
+def a_manifest_of_another_program(folder):
+    strategy, model, *_ = saved(folder)
+    path = folder / "ckpts" / "global_step1" / "manifest.json"
+
+    def write():
+        manifest = json.loads(path.read_bytes()) | {"step": -1}
+        path.write_text(json.dumps(manifest | {"digest": digest_of_manifest(manifest)}))
+
+    on_rank_0(write)
+    strategy.load_ckpt(model, folder / "ckpts" / "global_step1")
+
+
+@mistake(
+    "it is a symbolic link, expected a regular file",
+    DamageError,
+    "A manifest, `trainer_state.json` or a rank's file was replaced by a link.",
+    "Copy the files that the links name, or load another checkpoint.",
+)
+def a_link_in_a_checkpoint(folder):
+    strategy, model, *_ = saved(folder)
+    path = folder / "ckpts" / "global_step1" / "trainer_state.json"
+
+    def link():
+        path.rename(folder / "elsewhere.json")
+        path.symlink_to(folder / "elsewhere.json")
+
+    on_rank_0(link)
+    strategy.load_ckpt(model, folder / "ckpts")
+
+
+@mistake(
+    "reading it again",
+    None,
+    "A network file system or a disk failed to read a file for a moment.",
+    "Nothing, if it is rare. Check the file system, or the disk if the error is EIO.",
+)
+def a_read_that_fails_once(folder):
+    strategy, model, *_ = saved(folder)
+    read, failures = os.preadv, [OSError(errno.ESTALE, "Stale file handle")]
+
+    def fail_once(*args):
+        if failures:
+            raise failures.pop()
+        return read(*args)
+
+    with patch.object(os, "preadv", fail_once):
+        strategy.load_ckpt(model, folder / "ckpts")
 
 
 @mistake(

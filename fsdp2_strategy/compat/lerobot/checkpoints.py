@@ -6,18 +6,19 @@ Input: the arguments of the script's own functions of these names. Output: a che
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from fsdp2_strategy.checkpoint.file_schemas import damage, read_small_file
 from fsdp2_strategy.checkpoint.paths import EMA, TRAINING_STATE, TRAINING_STEP
 from fsdp2_strategy.checkpoint.random_state import rng_content
 from fsdp2_strategy.compat.lerobot.accelerator import Accelerator, SteppingOptimizer
 from fsdp2_strategy.compat.lerobot.averages import Averages
 from fsdp2_strategy.distributed.log import log
+from fsdp2_strategy.hf.schema import InvalidError, integer, parse_json, record
 from fsdp2_strategy.lerobot.checkpoint_layout import LeRobotLayout
 
 _AVERAGED_STEPS = "lerobot_ema_steps"
@@ -66,9 +67,20 @@ def save_checkpoint(
 
 
 def resume_before_prepare(cfg: Any) -> int:
-    """Return the number of micro-batches that a checkpoint's run has trained on; not collective."""
-    recorded = json.loads((cfg.checkpoint_path / TRAINING_STATE / TRAINING_STEP).read_text())
-    return int(recorded["step"])
+    """Return the number of micro-batches that a checkpoint's run has trained on; not collective.
+
+    Raises:
+        DamageError: ``training_step.json`` cannot be read, or its content is invalid.
+    """
+    path = Path(cfg.checkpoint_path) / TRAINING_STATE / TRAINING_STEP
+    try:
+        step: int = parse_json(read_small_file(path, 1 << 20), _TRAINING_STEP)["step"]
+    except InvalidError as error:
+        raise damage(path, f"its content is invalid: {error}") from error
+    return step
+
+
+_TRAINING_STEP = record({"step": integer()})
 
 
 def resume_after_prepare(

@@ -9,7 +9,6 @@ saved, and restored with the optimizer.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Collection
 from dataclasses import asdict
 from glob import escape
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2_strategy.checkpoint import directory, save_checkpoint, wait_for_save
+from fsdp2_strategy.checkpoint.file_schemas import STATE_BYTES, STATE_OF_ONLY_MODEL, parse_state, read_small_file
 from fsdp2_strategy.checkpoint.layout import describe_missing
 from fsdp2_strategy.checkpoint.paths import TRAINER_STATE, CheckpointPaths
 from fsdp2_strategy.distributed.agreement import all_or_none
@@ -96,7 +96,7 @@ _STEP = "global_step_*"
 
 
 def _delete_files_of_verl(path: Path) -> None:
-    """Delete the files that verl added to a checkpoint that is replaced or deleted; verl writes them again after a save.
+    """Delete the files that verl added to a checkpoint that is replaced or deleted; verl writes them after a save.
 
     Otherwise, they would be kept as files of others; see [Note: files of others] in `deletion`.
     """
@@ -163,10 +163,11 @@ def _check_contents(path: Path, selected: Collection[str]) -> None:
         CheckpointError: the message names the contents.
     """
     try:
-        state = json.loads((CheckpointPaths.found_in(path).state / TRAINER_STATE).read_bytes())
-        lacking = [name for name, key in _KEYS.items() if name in selected and state[key] is None]
-    except (OSError, ValueError, TypeError, KeyError):  # the load reports what is missing or corrupt
+        file = CheckpointPaths.found_in(path).state / TRAINER_STATE
+        state = parse_state(read_small_file(file, STATE_BYTES), file, STATE_OF_ONLY_MODEL)
+    except CheckpointError:  # the load reports what is missing or corrupt
         return
+    lacking = [name for name, key in _KEYS.items() if name in selected and state[key] is None]
     if lacking:
         raise CheckpointError(
             f"cannot load {lacking}: {path} was saved without them, expected a checkpoint with all of "
