@@ -19,17 +19,22 @@ from __future__ import annotations
 
 import bisect
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from fsdp2_strategy import sizes
 from fsdp2_strategy.checkpoint.layout import read_manifest
 from fsdp2_strategy.checkpoint.paths import CHECKSUMS, CheckpointPaths
+from fsdp2_strategy.checkpoint.signature import SIGNATURE, check_signature, sha256_of
 from fsdp2_strategy.errors import CheckpointError, DamageError
-from fsdp2_strategy.hf.checksums import ALGORITHM, Block, Checksums, digest_of
-from fsdp2_strategy.hf.safetensors_format import Entry, read_header
+from fsdp2_strategy.hf.checksums import ALGORITHM, Block, CheckedRange, Checksums, digest_of
+from fsdp2_strategy.hf.safetensors_format import Entry, read_header, read_into
 
+_THREADS = 4
 _DEFAULT_BLOCK_BYTES = 16 << 20
 """Maximum block size of old checksum manifests, which do not record it."""
 
@@ -86,6 +91,28 @@ class Opened:
                     for checked in self.checksums.covering(path, 0, min(length, size)):
                         checked.check(file.read(checked.end - checked.begin), path, "the header")
 
+    def check_files(self, names: Iterable[str], *, share: int = 0, shares: int = 1) -> None:
+        """Verify the checksums of all bytes of some files, or of a share of their blocks.
+
+        Args:
+            names: the files, by their names in the manifest.
+            share: number of the share that this process verifies.
+            shares: number of shares that the blocks are divided into.
+
+        Raises:
+            DamageError: a file cannot be read, or a checksum differs.
+        """
+        ranges = [
+            (self.paths.root / name, checked)
+            for name in names
+            if name not in self.manifest["checksums"]
+            for checked in self.checksums.covering(self.paths.root / name, 0, self.manifest["files"][name])
+        ]
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for problem in pool.map(lambda one: problem_in(*one), ranges[share::shares]):
+                if problem:
+                    raise DamageError(f"cannot load {self.paths.root}: {problem}. Load another checkpoint.")
+
     def read_checksum_manifests(self, ranges: Iterable[tuple[Path, int, int]]) -> None:
         """Read the checksum manifests that are needed for byte ranges, which are tuples of file, begin and end.
 
@@ -96,17 +123,41 @@ class Opened:
             self.checksums.covering(path, begin, end)
 
 
-def check_structure(path: Path) -> dict[str, Any]:
+def problem_in(path: Path, checked: CheckedRange) -> str:
+    """Read a range and compare its checksums; return the problem, or "" if there is none."""
+    hasher, memory = checked.hasher(), bytearray(sizes.CACHED_BYTES)
+    try:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            for at in range(checked.begin, checked.end, sizes.CACHED_BYTES):
+                part = memoryview(memory)[: checked.end - at]
+                read_into(fd, at, part)
+                hasher.update(part)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        return f"bytes {checked.begin} to {checked.end} of {path} cannot be read: {error.strerror or error}"
+    return hasher.problem(path)
+
+
+def check_structure(path: Path, key: bytes | None = None) -> dict[str, Any]:
     """Compare a checkpoint's manifest with its files. Not collective: one rank calls it for all ranks.
+
+    Args:
+        path: the checkpoint's directory.
+        key: check the signature with this key; None to accept a checkpoint without one.
 
     Returns:
         The manifest.
 
     Raises:
-        DamageError: the manifest is invalid, a file is missing or has another length, or a tensor file is not listed.
+        DamageError: the manifest is invalid, a file is missing or has another length, a tensor file is not listed, or
+            the key did not sign the manifest.
     """
     manifest, paths = read_manifest(path), CheckpointPaths.found_in(path)
     try:
+        if key is not None:
+            check_signature(path, manifest, key)
         for name, size in manifest["files"].items():
             actual = (path / name).stat().st_size
             if actual != size:
@@ -128,21 +179,33 @@ def check_structure(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def open_checkpoint(path: Path, manifest: Mapping[str, Any] | None = None, *, rank: int | None = None) -> Opened:
+def open_checkpoint(
+    path: Path,
+    manifest: Mapping[str, Any] | None = None,
+    *,
+    rank: int | None = None,
+    key: bytes | None = None,
+    is_signed: bool = False,
+) -> Opened:
     """Open a checkpoint; not collective.
 
     Args:
         path: the checkpoint's directory.
         manifest: the manifest that `check_structure` returned; None to call `check_structure` here.
         rank: this rank, if the checkpoint was saved on as many ranks as now; else None.
+        key: check the signature with this key, and verify the digests that it signed.
+        is_signed: verify these digests; with ``manifest``, whose signature has been checked.
 
     Raises:
         DamageError: see `check_structure`.
     """
-    manifest = dict(manifest or check_structure(path))
+    manifest = dict(manifest or check_structure(path, key))
+    signed = manifest[SIGNATURE]["checksums"] if is_signed or key is not None else None
     shard_size = manifest.get("shard_size", len(manifest["checksums"]))
     paths = CheckpointPaths.found_in(path)
-    return Opened(paths, manifest, Checksums(_ChecksumManifests(paths, manifest["checksums"], shard_size, rank)))
+    return Opened(
+        paths, manifest, Checksums(_ChecksumManifests(paths, manifest["checksums"], shard_size, rank, signed))
+    )
 
 
 def opened_around(folder: Path) -> Opened | None:
@@ -166,6 +229,8 @@ class _ChecksumManifests:
     digests: Mapping[str, str]
     shard_size: int
     rank: int | None
+    signed: Mapping[str, str] | None = None
+    """The SHA-256 digests of the checksum manifests, which are then compared, as are those of blocks."""
     _read: set[int] = field(default_factory=set)
     _headers: dict[Path, list[Entry]] = field(default_factory=dict)
 
@@ -206,6 +271,28 @@ class _ChecksumManifests:
         first, last = ((byte - entry.offset) // bytes_of_shard for byte in (begin, end - 1))
         return range(first, last + 1)
 
+    def _with_signed_digests(self, blocks: list[Block], listed: Mapping[str, Any], file: str) -> list[Block]:
+        """Return the blocks of a file with their SHA-256 digests, if those are compared."""
+        if self.signed is None:
+            return blocks
+        return [replace(b, digest=digest) for b, digest in zip(blocks, listed["sha256"][file], strict=True)]
+
+    def _check(self, name: str, content: bytes) -> None:
+        """Compare a checksum manifest with its digests in the manifest.
+
+        Raises:
+            DamageError: a digest differs.
+        """
+        if (digest := digest_of(content)) != self.digests[name]:
+            raise DamageError(
+                f"cannot verify {self.paths.root}: {name} has the checksum {digest}, expected "
+                f"{self.digests[name]}, as in the manifest. Load another checkpoint."
+            )
+        if self.signed is not None and sha256_of(content) != self.signed[name]:
+            raise DamageError(
+                f"cannot trust {self.paths.root}: {name} is not the file that was signed. Load another checkpoint."
+            )
+
     def _read_blocks(self, ranks: Iterable[int]) -> dict[Path, list[Block]]:
         """Read the checksum manifests of the given ranks.
 
@@ -219,16 +306,12 @@ class _ChecksumManifests:
                 content = path.read_bytes()
             except OSError as error:
                 raise DamageError(f"cannot read {path}: {error.strerror}. Load another checkpoint.") from error
-            if (digest := digest_of(content)) != self.digests[name]:
-                raise DamageError(
-                    f"cannot verify {self.paths.root}: {name} has the checksum {digest}, expected "
-                    f"{self.digests[name]}, as in the manifest. Load another checkpoint."
-                )
+            self._check(name, content)
             try:
                 listed = json.loads(content)
                 max_bytes = listed.get("block_bytes", _DEFAULT_BLOCK_BYTES)
                 for file, of_file in listed["blocks"].items():
-                    found = [Block(*block) for block in of_file]
+                    found = self._with_signed_digests([Block(*block) for block in of_file], listed, file)
                     if not all(0 < block.end - block.begin <= max_bytes for block in found):
                         raise ValueError(f"a block of {file} is empty, or has more than {max_bytes} bytes")
                     if not all(0 < block.run_bytes <= block.stride for block in found if block.stride):

@@ -43,6 +43,7 @@ class SaveRequest:
     only_trainable: bool
     meta: Mapping[str, Any] | None
     layout: LeRobotLayout | TrainerLayout | None
+    key_file: str | Path | None = None
 
     @property
     def step(self) -> int:

@@ -5,18 +5,17 @@ Input: a checkpoint's directory. Output: a report of all problems.
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdp2_strategy import sizes
 from fsdp2_strategy.checkpoint.paths import as_path
-from fsdp2_strategy.checkpoint.reader import open_checkpoint
+from fsdp2_strategy.checkpoint.reader import open_checkpoint, problem_in
+from fsdp2_strategy.checkpoint.signature import read_key
 from fsdp2_strategy.distributed.progress import Progress
 from fsdp2_strategy.errors import CheckpointError, counted
 from fsdp2_strategy.hf.checksums import CheckedRange
-from fsdp2_strategy.hf.safetensors_format import Entry, read_header, read_into
+from fsdp2_strategy.hf.safetensors_format import Entry, read_header
 
 _THREADS = 4
 
@@ -34,22 +33,24 @@ class VerifyReport:
         return not self.problems
 
 
-def verify_checkpoint(path: str | Path, *, progress: bool = True) -> VerifyReport:
+def verify_checkpoint(path: str | Path, *, key_file: str | Path | None = None, progress: bool = True) -> VerifyReport:
     """Read every byte of a checkpoint and compare it with the checksums; not collective.
 
     Args:
         path: the checkpoint's directory.
+        key_file: check that this key signed the checkpoint, and compare the digests that it signed; see `read_key`.
         progress: show a progress bar, or, if standard error is no terminal, write a line to the log every 30 s.
 
     Returns:
         A report of all problems. Corruption is reported and never raises.
 
     Raises:
-        CheckpointError: ``path`` is not a path.
+        CheckpointError: ``path`` is not a path, or the key file cannot be used.
     """
     path = as_path(path, "verify a checkpoint")
+    key = read_key(key_file) if key_file is not None else None
     try:
-        opened = open_checkpoint(path)
+        opened = open_checkpoint(path, key=key)
     except CheckpointError as error:
         return VerifyReport([str(error)])
     problems: list[str] = []
@@ -70,28 +71,11 @@ def verify_checkpoint(path: str | Path, *, progress: bool = True) -> VerifyRepor
                 problems.append(str(error))
     total = sum(checked.end - checked.begin for _, checked in ranges)
     with ThreadPoolExecutor(_THREADS) as pool, Progress(f"verifying {path.name}", total, is_shown=progress) as shown:
-        for (file, checked), problem in zip(ranges, pool.map(lambda args: _check(*args), ranges), strict=True):
+        for (file, checked), problem in zip(ranges, pool.map(lambda args: problem_in(*args), ranges), strict=True):
             shown.update(checked.end - checked.begin)
             if problem:
                 problems.append(f"{_tensor_names(tensors.get(file, []), checked)}: {problem}")
     return VerifyReport(problems)
-
-
-def _check(path: Path, checked: CheckedRange) -> str:
-    """Read a range and compare its checksums; return the problem, or "" if there is none."""
-    hasher, memory = checked.hasher(), bytearray(sizes.CACHED_BYTES)
-    try:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            for at in range(checked.begin, checked.end, sizes.CACHED_BYTES):
-                part = memoryview(memory)[: checked.end - at]
-                read_into(fd, at, part)
-                hasher.update(part)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        return f"bytes {checked.begin} to {checked.end} of {path} cannot be read: {error.strerror or error}"
-    return hasher.problem(path)
 
 
 def _tensor_names(entries: list[Entry], checked: CheckedRange) -> str:

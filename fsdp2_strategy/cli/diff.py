@@ -16,7 +16,7 @@ from fsdp2_strategy import sizes
 from fsdp2_strategy.checkpoint.layout import models_in
 from fsdp2_strategy.checkpoint.reader import Opened, open_checkpoint
 from fsdp2_strategy.checkpoint.storage import stored_in
-from fsdp2_strategy.cli.found import components_in, newest_at
+from fsdp2_strategy.cli.found import components_in, key_of, newest_at
 from fsdp2_strategy.cli.output import Output
 from fsdp2_strategy.errors import counted
 from fsdp2_strategy.hf.regions import Region
@@ -34,7 +34,7 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
         CheckpointError: there is no checkpoint.
         DamageError: a checkpoint is corrupt.
     """
-    a, b = (open_checkpoint(newest_at(path)) for path in (parsed.a, parsed.b))
+    a, b = (open_checkpoint(newest_at(path), key=key_of(parsed.key_file)) for path in (parsed.a, parsed.b))
     a.check_headers()
     b.check_headers()
     tensors_a, tensors_b = _tensors(a), _tensors(b)

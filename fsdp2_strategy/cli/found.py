@@ -19,25 +19,36 @@ from fsdp2_strategy.checkpoint.layout import (
     without_manifest,
 )
 from fsdp2_strategy.checkpoint.paths import EMA, OPTIMIZER, TRAINABLE, WRAPPER, CheckpointPaths
+from fsdp2_strategy.checkpoint.signature import read_key
 from fsdp2_strategy.errors import CheckpointError, did_you_mean
 
 Found = tuple[Path, Checkpoint | None, str]
 """The directory of a checkpoint; the checkpoint, or None if its manifest is invalid; what makes it unusable, or ""."""
 
 
-def checkpoints_at(path: Path) -> list[Found]:
+def checkpoints_at(path: Path, key_file: Path | None = None) -> list[Found]:
     """Return the checkpoint at ``path``, or all checkpoints in the directory, oldest first, the unusable ones last.
 
     Raises:
-        CheckpointError: there is no checkpoint; the message says what is there.
+        CheckpointError: there is no checkpoint; the message says what is there. Or the key file cannot be used.
     """
+    key = key_of(key_file)
     if is_checkpoint(path):
-        return [(path, read_checkpoint(path), problem_of(path))]
-    found: list[Found] = [(c.path, c, problem_of(c.path)) for c in checkpoints_with_manifest(path)]
+        return [(path, read_checkpoint(path), problem_of(path, key))]
+    found: list[Found] = [(c.path, c, problem_of(c.path, key)) for c in checkpoints_with_manifest(path)]
     found += [(each, None, problem_of(each)) for each in without_manifest(path)]
     if not found:
         raise CheckpointError(f"no checkpoint to read: {describe_missing(path)}")
     return found
+
+
+def key_of(key_file: Path | None) -> bytes | None:
+    """Return the key of the option ``--key-file``; None without it.
+
+    Raises:
+        CheckpointError: the file cannot be used.
+    """
+    return None if key_file is None else read_key(key_file)
 
 
 def components_in(paths: CheckpointPaths, models: Collection[str]) -> dict[str, Path]:

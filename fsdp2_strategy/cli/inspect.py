@@ -15,7 +15,7 @@ from fsdp2_strategy.checkpoint.layout import models_in, read_checkpoint
 from fsdp2_strategy.checkpoint.paths import TRAINER_STATE, CheckpointPaths
 from fsdp2_strategy.checkpoint.reader import Opened, open_checkpoint
 from fsdp2_strategy.checkpoint.storage import stored_in
-from fsdp2_strategy.cli.found import components_in, newest_at
+from fsdp2_strategy.cli.found import components_in, key_of, newest_at
 from fsdp2_strategy.cli.output import Output
 from fsdp2_strategy.errors import counted, size_text
 from fsdp2_strategy.hf.safetensors_format import Entry
@@ -33,7 +33,7 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
         DamageError: the checkpoint is corrupt.
     """
     path = newest_at(parsed.path, parsed.tag)
-    opened = open_checkpoint(path)
+    opened = open_checkpoint(path, key=key_of(parsed.key_file))
     opened.check_headers()
     state = opened.read_json(opened.paths.state / TRAINER_STATE)
     components = _components(opened)

@@ -27,7 +27,7 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
         CheckpointError: there is no checkpoint.
     """
     status = 0
-    for path, checkpoint, problem in checkpoints_at(parsed.path):
+    for path, checkpoint, problem in checkpoints_at(parsed.path, parsed.key_file):
         output.values.append(_entry(path, checkpoint, problem))
         if checkpoint is None:
             output.line(f"   -  {path.name:<24} UNUSABLE: {problem}", is_problem=True)

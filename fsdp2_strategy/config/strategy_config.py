@@ -153,6 +153,9 @@ class StrategyConfig:
     timeout_minutes: float = 30.0
     """Time-out of collectives, if the strategy starts the process group."""
 
+    checkpoint_key_file: str | Path | None = None
+    """Sign checkpoints with the key in this file, and load only checkpoints that it signed; see docs/checkpoints.md."""
+
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
     """Values of a trainer's arguments that are not fields. They are also attributes: ``config.kl_estimator``."""
 
@@ -206,6 +209,9 @@ class StrategyConfig:
         _check("mixed_mm_data", self.mixed_mm_data, self.mixed_mm_data in policies, expected)
         _check("max_norm", self.max_norm, self.max_norm >= 0, "at least 0", "0 disables clipping.")
         _check("timeout_minutes", self.timeout_minutes, self.timeout_minutes > 0, "more than 0")
+        key_file = self.checkpoint_key_file
+        is_valid = key_file is None or (isinstance(key_file, str | Path) and str(key_file) != "")
+        _check("checkpoint_key_file", key_file, is_valid, "a path, or None")
 
     def _check_parallel_sizes(self) -> None:
         """Check the numbers of ranks that share sequences, layers or experts, and what does not combine with them."""
