@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import ctypes
 import itertools
 import json
 import mmap
@@ -53,6 +54,7 @@ LAYOUTS = ("own", "several models", "LeRobot", "Trainer", "only trainable", "sig
 KEPT = 2
 PHASES = ("start", "load", "check", "between", "save", "async save", "writing", "commit", "rotation", "deletion")
 PHASES += ("export", "switch of an export")
+PR_SET_PDEATHSIG = 1
 ROOT = Path(__file__).parents[2]
 
 
@@ -287,7 +289,7 @@ def forked(rank, ranks, store, run, errors):
     if pid:
         return pid
     try:
-        os.setpgid(0, 0)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a soak that is stopped leaves no ranks
         sys.stderr = (errors / f"{rank}").open("w", buffering=1)
         dist.init_process_group(
             "gloo", store=dist.FileStore(str(store), ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
