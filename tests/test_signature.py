@@ -202,6 +202,16 @@ def test_unsigned_stripped_changed_and_otherwise_signed_manifests_are_refused(tm
     assert verify_checkpoint(path, key_file=key).ok
 
 
+@pytest.mark.parametrize("name", ["trainable", "ema"])
+def test_a_folder_that_a_load_would_read_instead_is_refused(name, tmp_path, key, run_on):
+    run_on(2, saved, folder=tmp_path, key=key, kind="own")
+    (tmp_path / "ckpts/one/eval_results.json").write_text("{}")
+    (tmp_path / "ckpts/one/model/notes.txt").write_text("mine")
+    run_on(2, loaded, folder=tmp_path, key=key, kind="own")
+    (tmp_path / "ckpts/one" / name).mkdir()
+    run_on(2, loaded, folder=tmp_path, key=key, kind="own", refusal=rf"/{name} was added after it was signed")
+
+
 @pytest.mark.ranks(2)
 def test_a_fallback_goes_to_an_older_signed_checkpoint(tmp_path):
     key = tmp_path / "key"

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2_strategy import sizes
-from fsdp2_strategy.checkpoint.layout import read_manifest
-from fsdp2_strategy.checkpoint.paths import CHECKSUMS, CheckpointPaths
+from fsdp2_strategy.checkpoint.layout import models_in, read_manifest
+from fsdp2_strategy.checkpoint.paths import CHECKSUMS, EMA, MODEL, OPTIMIZER, TRAINABLE, WRAPPER, CheckpointPaths
 from fsdp2_strategy.checkpoint.signature import SIGNATURE, check_signature, sha256_of
 from fsdp2_strategy.errors import CheckpointError, DamageError
 from fsdp2_strategy.hf.checksums import ALGORITHM, Block, CheckedRange, Checksums, digest_of
@@ -158,6 +158,7 @@ def check_structure(path: Path, key: bytes | None = None) -> dict[str, Any]:
     try:
         if key is not None:
             check_signature(path, manifest, key)
+            _check_folders(paths, manifest)
         for name, size in manifest["files"].items():
             actual = (path / name).stat().st_size
             if actual != size:
@@ -177,6 +178,22 @@ def check_structure(path: Path, key: bytes | None = None) -> dict[str, Any]:
     except OSError as error:
         raise DamageError(f"cannot read {error.filename}: {error.strerror}. Load another checkpoint.") from error
     return manifest
+
+
+def _check_folders(paths: CheckpointPaths, manifest: Mapping[str, Any]) -> None:
+    """Raise if there is a component that the manifest does not have: a load decides by the folders that exist.
+
+    Raises:
+        DamageError: the message names the folder.
+    """
+    for own in paths.of_models(models_in(manifest)).values():
+        for folder in (own.state / name for name in (MODEL, WRAPPER, TRAINABLE, OPTIMIZER, EMA)):
+            prefix = f"{paths.name_of(folder)}/"
+            if os.path.lexists(folder) and not any(name.startswith(prefix) for name in manifest["files"]):
+                raise DamageError(
+                    f"cannot trust {paths.root}: {folder} was added after it was signed, expected only the components "
+                    "of its manifest. Remove the folder."
+                )
 
 
 def open_checkpoint(
