@@ -842,6 +842,7 @@ class TrainingStrategy:
             only_trainable=only_trainable,
             meta=meta,
             layout=layout,
+            key_file=self.config.checkpoint_key_file,
         )
         return str(path)
 
@@ -953,6 +954,7 @@ class TrainingStrategy:
             trust=trust,
             must_restore=joined({n: must_restore if is_for_training(own) else () for n, own in models.items()}),
             load_learning_rates=load_lr_scheduler_states,
+            key_file=self.config.checkpoint_key_file,
         )
         if loaded is None:
             return None, {}

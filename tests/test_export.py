@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.folders import assert_same_tensors, tensors_in
+from helpers.folders import assert_same_tensors, small_tokenizer, tensors_in
 from helpers.models import CASES, FILED, HUGGING_FACE, Mlp, batch_of, build
 from helpers.reference import full, full_parameters, resident
 from helpers.versions import needs_new_conversions
@@ -45,6 +45,7 @@ from fsdp2_strategy import (
     save_model,
     shard_model,
 )
+from fsdp2_strategy.checkpoint import save_checkpoint
 from fsdp2_strategy.hf import export, safetensors_format, write
 
 
@@ -303,6 +304,24 @@ def export_in_little_memory(folder):
 @pytest.mark.real_sizes
 def test_a_rank_holds_little_more_than_its_shard_while_it_exports(tmp_path, run_on):
     run_on(2, export_in_little_memory, folder=tmp_path)
+
+
+@pytest.mark.ranks(2)
+def test_a_save_verifies_tokenizer_files_that_it_copies_from_another_checkpoint(tmp_path):
+    first = shard_model(build("llama"), bf16=False)
+    save_checkpoint(first, tmp_path / "ckpts", "first", tokenizer=small_tokenizer())
+    folder = tmp_path / "ckpts/first/model"
+    model = shard_model(LlamaForCausalLM.from_pretrained(folder), bf16=False)
+    save_checkpoint(model, tmp_path / "ckpts", "second")
+    copied, original = tmp_path / "ckpts/second/model/tokenizer.json", folder / "tokenizer.json"
+    assert copied.read_bytes() == original.read_bytes()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (folder / "vocab.txt").write_text("added by a person")  # copied as it is: there is no checksum
+        original.write_bytes(original.read_bytes().replace(b"UNK", b"unk"))
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"cannot read model/tokenizer.json: bytes .* have the checksum"):
+        save_checkpoint(model, tmp_path / "ckpts", "third")
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------

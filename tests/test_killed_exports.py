@@ -21,6 +21,8 @@ from transformers import AutoModelForCausalLM
 from fsdp2_strategy import CheckpointError, load_weights, save_model, shard_model
 from fsdp2_strategy.hf import staged_folder
 
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # in peft
+
 
 def llama(value, **settings):
     """A model whose values tell which export they are of."""
@@ -40,6 +42,7 @@ def adapted(value, r):
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=r, target_modules=["q_proj"], init_lora_weights=False)
+    torch.manual_seed(0)
     model = get_peft_model(llama(value), config)
     model.add_adapter("second", config)
     return model
@@ -108,7 +111,7 @@ OTHERS = [
 
 @pytest.mark.parametrize(
     ("before", "after", "step"),
-    [(*pair, 11) for pair in USUAL] + [pytest.param(*pair, 1, marks=pytest.mark.full) for pair in USUAL + OTHERS],
+    [(*pair, 11) for pair in USUAL] + [pytest.param(*pair, 4, marks=pytest.mark.full) for pair in OTHERS],
 )
 def test_an_export_killed_at_any_moment_leaves_the_old_files_or_the_new(before, after, step, tmp_path):
     old, new, out = tmp_path / "old", tmp_path / "new", tmp_path / "out"

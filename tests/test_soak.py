@@ -26,4 +26,4 @@ def test_random_kills_lose_nothing_and_the_counts_accumulate(tmp_path):
         subprocess.run(command, check=True, timeout=800, env=os.environ | {"PYTHONPATH": paths})
         results = json.loads(counts.read_text())
         assert results["kills"] == kills and not results["lost"]
-    assert [run["kills"] for run in results["runs"]] == [3, 17] and len(results["hit"]) == 5
+    assert [run["kills"] for run in results["runs"]] == [3, 17] and len(results["hit"]) == 6

@@ -57,6 +57,7 @@ from fsdp2_strategy.checkpoint.paths import (
     has_only_checkpoint_entries,
     model_folders,
 )
+from fsdp2_strategy.checkpoint.signature import SIGNATURE, sha256_of, signature_of
 from fsdp2_strategy.distributed.log import logger
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.checksums import ALGORITHM, Block, digest_of
@@ -161,13 +162,13 @@ def _is_own(path: Path) -> bool:
     return is_own_directory(path) or has_only_checkpoint_entries(path)
 
 
-def write_checksums(partial: CheckpointPaths, rank: int, blocks: Mapping[Path, Sequence[Block]]) -> str:
+def write_checksums(partial: CheckpointPaths, rank: int, blocks: Mapping[Path, Sequence[Block]]) -> tuple[str, str]:
     """Write the checksum manifest of one rank into ``.partial``, and fsync it.
 
     Returns:
-        The digest of the checksum manifest.
+        The digest of the checksum manifest, and its SHA-256 digest.
     """
-    manifest = {
+    manifest: dict[str, Any] = {
         "algorithm": ALGORITHM,
         "block_bytes": sizes.BLOCK_BYTES,
         "blocks": {
@@ -175,9 +176,11 @@ def write_checksums(partial: CheckpointPaths, rank: int, blocks: Mapping[Path, S
             for path, of_file in sorted(blocks.items())
         },
     }
+    if any(block.sha256 for of_file in blocks.values() for block in of_file):
+        manifest["sha256"] = {partial.name_of(path): [b.sha256 for b in sorted(of)] for path, of in blocks.items()}
     content = (json.dumps(manifest, separators=(",", ":")) + "\n").encode()
     write_bytes(partial.rank_file(CHECKSUMS, rank), content)
-    return digest_of(content)
+    return digest_of(content), sha256_of(content)
 
 
 def shared_files(partial: CheckpointPaths) -> list[Path]:
@@ -186,14 +189,21 @@ def shared_files(partial: CheckpointPaths) -> list[Path]:
     return [path for entry in top for path in [entry, *entry.rglob("*")] if path.is_file()]
 
 
-def commit(partial: CheckpointPaths, tag: str, entries: Mapping[str, Any], digests: Sequence[str]) -> None:
+def commit(
+    partial: CheckpointPaths,
+    tag: str,
+    entries: Mapping[str, Any],
+    digests: Sequence[tuple[str, str]],
+    key: bytes | None = None,
+) -> None:
     """Commit the checkpoint under ``.partial``; rank 0 calls it after all ranks have written. See [Note: commit].
 
     Args:
         partial: the checkpoint's paths under ``.partial``.
         tag: name of the checkpoint.
         entries: entries to add to the manifest.
-        digests: the digests of the checksum manifests, in the order of ranks.
+        digests: the results of `write_checksums`, in the order of ranks.
+        key: the key to sign the manifest with, or None.
 
     Raises:
         CheckpointError: rank 0 does not see the checksum manifest of another rank.
@@ -216,15 +226,18 @@ def commit(partial: CheckpointPaths, tag: str, entries: Mapping[str, Any], diges
             "Move it to another directory."
         )
     sequence = newest.sequence + 1 if newest else 1
-    manifest = {
+    manifest: dict[str, Any] = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION_OF_SEVERAL if "models" in entries else FORMAT_VERSION,
         "sequence": sequence,
         "tag": tag,
         **entries,
         "files": {partial.name_of(path): path.stat().st_size for path in files},
-        "checksums": {partial.name_of(path): digest for path, digest in zip(checksums, digests, strict=True)},
+        "checksums": {partial.name_of(path): digest for path, (digest, _) in zip(checksums, digests, strict=True)},
     }
+    if key is not None:
+        sha256 = {partial.name_of(path): digest for path, (_, digest) in zip(checksums, digests, strict=True)}
+        manifest[SIGNATURE] = signature_of(manifest, sha256, key)
     write_json(partial.manifest, manifest | {"digest": digest_of_manifest(manifest)})
     for directory in [*(path for path in partial.root.rglob("*") if path.is_dir()), partial.root]:
         fsync(directory)

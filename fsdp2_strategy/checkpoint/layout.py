@@ -67,6 +67,7 @@ from fsdp2_strategy.checkpoint.paths import (
     is_directory,
     names_in,
 )
+from fsdp2_strategy.checkpoint.signature import check_signature, read_key
 from fsdp2_strategy.errors import CheckpointError, DamageError, shown
 from fsdp2_strategy.hf.checksums import digest_of
 from fsdp2_strategy.hf.file_reads import read_file, size_of_file
@@ -117,19 +118,24 @@ class Checkpoint:
     counts nor deletes it."""
 
 
-def list_checkpoints(save_dir: str | Path) -> list[Checkpoint]:
+def list_checkpoints(save_dir: str | Path, *, key_file: str | Path | None = None) -> list[Checkpoint]:
     """Return the committed checkpoints in a directory, oldest first; not collective.
 
     A checkpoint is committed if it has its final name and a valid manifest, and all files exist with the sizes in the
     manifest. Other directories and links are ignored. The list is empty if the directory is missing.
 
+    Args:
+        save_dir: the directory.
+        key_file: list only checkpoints whose manifests this key signed; see `read_key`.
+
     Raises:
-        CheckpointError: ``save_dir`` is not a path, or cannot be read.
+        CheckpointError: ``save_dir`` is not a path, or cannot be read; or the key file cannot be used.
     """
+    key = read_key(key_file) if key_file is not None else None
     return [
         checkpoint
         for checkpoint in checkpoints_with_manifest(as_path(save_dir, "list checkpoints"))
-        if not problem_of(checkpoint.path)
+        if not problem_of(checkpoint.path, key)
     ]
 
 
@@ -318,13 +324,17 @@ def extra_entries(path: Path, files: Iterable[str]) -> list[str]:
     return list(walk(path, ""))
 
 
-def problem_of(path: Path) -> str:
+def problem_of(path: Path, key: bytes | None = None) -> str:
     """Return why a checkpoint is unusable, or "" if it is usable, without reading the content of its files.
 
-    A checkpoint is unusable if its manifest is invalid, or if files are missing or have another length.
+    A checkpoint is unusable if its manifest is invalid, if files are missing or have another length, or if there is a
+    key that did not sign its manifest.
     """
     try:
-        for name, size in read_manifest(path)["files"].items():
+        manifest = read_manifest(path)
+        if key is not None:
+            check_signature(path, manifest, key)
+        for name, size in manifest["files"].items():
             actual = size_of_file(path / name)
             if actual != size:
                 return f"{name} is {actual} bytes long, expected {size}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,6 +67,7 @@ from fsdp2_strategy.checkpoint.random_state import RNG_BYTES, check_rng, derive_
 from fsdp2_strategy.checkpoint.reader import Opened, check_structure, open_checkpoint
 from fsdp2_strategy.checkpoint.resumed import record_resume
 from fsdp2_strategy.checkpoint.several_models import ONLY, Models, check_saved_models, for_each, models_by_name
+from fsdp2_strategy.checkpoint.signature import read_key
 from fsdp2_strategy.checkpoint.storage import LoadTargets, read_all, stored_in, targets_by_name
 from fsdp2_strategy.checkpoint.trainable_only import LeftOut
 from fsdp2_strategy.checkpoint.training_state import (
@@ -95,8 +96,9 @@ from fsdp2_strategy.distributed.process_group import (
 from fsdp2_strategy.errors import ArgumentError, CheckpointError, DamageError, did_you_mean
 from fsdp2_strategy.hf.file_reads import read_repeats
 from fsdp2_strategy.hf.load_plan import LoadReport
-from fsdp2_strategy.hf.regions import Region
+from fsdp2_strategy.hf.regions import Region, sources_of
 from fsdp2_strategy.hf.replicated_reads import divide_reads
+from fsdp2_strategy.hf.safetensors_format import read_header
 from fsdp2_strategy.hf.verified_read import log_repeated_reads, ranges_of
 from fsdp2_strategy.model.failed_loads import unusable_unless_done
 from fsdp2_strategy.model.gradients import clear_gradients
@@ -127,6 +129,7 @@ def load_checkpoint(
     must_restore: Collection[Literal["optimizer", "scheduler"]]
     | Mapping[str, Collection[Literal["optimizer", "scheduler"]]] = (),
     load_learning_rates: bool = True,
+    key_file: str | Path | None = None,
 ) -> LoadedCheckpoint | None:
     """Load a checkpoint, saved on any number of ranks and at any shard size, into a sharded model; collective.
 
@@ -162,6 +165,8 @@ def load_checkpoint(
             an object is ignored.
         load_learning_rates: restore the learning rates with the optimizer's other hyper-parameters; if False, keep
             those of ``optimizer``. A ``scheduler`` that is restored sets its own.
+        key_file: load only a checkpoint that this key signed, and verify every byte of all its files with the digests
+            that it signed. Only rank 0 reads the key; see `read_key` and [Note: signature] in `signature`.
 
     Returns:
         A report of the load; None if the directory is missing, or if it has no checkpoint and ``tag`` is None.
@@ -170,14 +175,13 @@ def load_checkpoint(
         CheckpointError: on every rank: the tag does not exist, names or shapes differ, the checkpoint has other models,
             or it has no state for an object to restore. These errors are raised before the model is modified.
         DamageError: on every rank: files are corrupted, or the folder of the frozen weights has changed. If this is
-            found only during the read, model and optimizer raise when used, until a load succeeds.
-        ArgumentError: several models have invalid names, or an argument is no mapping by their names.
+            found only during the read, model and optimizer raise when used, until a load succeeds. With ``key_file``,
+            also: there is no signature, or another key signed.
+        ArgumentError: several models have invalid names, an argument is no mapping by their names, or ``key_file`` is
+            given with ``verify=False``.
     """
     background_save.wait()
-    if load_data_position not in (True, False, "samples"):
-        raise ArgumentError(
-            f"cannot load: load_data_position is {load_data_position!r}, expected True, False or 'samples'."
-        )
+    _check_options(load_data_position, key_file, verify=verify)
     load_dir = as_path(load_dir, "load")
     dataloader = dataloader if load_data_position else None
     models = _requests_of_models(model, optimizer, scheduler, ema, must_restore)
@@ -196,6 +200,7 @@ def load_checkpoint(
         trust,
         [tuple(own.must_restore) for own in models.values()],
         load_learning_rates,
+        None if key_file is None else str(key_file),
     )
     check_equal("load", arguments, CheckpointError, "the same directory, tag and objects to load on all ranks.")
     repeats = read_repeats()
@@ -203,7 +208,10 @@ def load_checkpoint(
         found = _find(load_dir, tag, fallback=fallback, trust=trust) if is_rank_0() else ([], None)
     paths, foreign = from_rank_0(found)
     others = from_rank_0(_other_tags(paths) if is_rank_0() else [])
+    with all_or_none("read the key", CheckpointError):
+        key = read_key(key_file) if key_file is not None and is_rank_0() else None
     if foreign is not None:
+        _check_unsigned(foreign, key_file)
         if dataloader is not None and not isinstance(dataloader, Later):
             require_saved(None, "data position", "dataloader=None", load_dir)
         check_saved_models(foreign.path, (), models, may_be_fewer=False)
@@ -228,6 +236,8 @@ def load_checkpoint(
         strict=strict,
         verify=verify,
         load_learning_rates=load_learning_rates,
+        is_signed=key_file is not None,
+        key=key,
     )
     loaded = _load_first(request, paths, others, lambda: _find(load_dir, tag, fallback=fallback, trust=trust)[0])
     log_repeated_reads(repeats)
@@ -290,6 +300,36 @@ def _identity(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_dev, found.st_ino
+
+
+def _check_options(load_data_position: object, key_file: object, *, verify: bool) -> None:
+    """Check the options of a load that do not depend on files.
+
+    Raises:
+        ArgumentError: ``load_data_position`` is invalid, or there is a key and ``verify`` is false.
+    """
+    if load_data_position not in (True, False, "samples"):
+        raise ArgumentError(
+            f"cannot load: load_data_position is {load_data_position!r}, expected True, False or 'samples'."
+        )
+    if key_file is not None and not verify:
+        raise ArgumentError(
+            "cannot load: verify is False and there is a key file, expected verify=True, because a signature says "
+            "nothing about bytes that are not verified. Omit one of them."
+        )
+
+
+def _check_unsigned(foreign: Foreign, key_file: object) -> None:
+    """Raise if there is a key: checkpoints of other systems are not signed.
+
+    Raises:
+        DamageError: there is a key.
+    """
+    if key_file is not None:
+        raise DamageError(
+            f"cannot trust {foreign.path}: it has no signature, because another system wrote it, expected a checkpoint "
+            "that this key signed. Load it without a key file, and save it with one."
+        )
 
 
 @collective
@@ -367,6 +407,10 @@ class _LoadRequest:
     strict: bool
     verify: bool
     load_learning_rates: bool
+    is_signed: bool
+    """Whether to load only a checkpoint that the key signed."""
+    key: bytes | None = field(repr=False)
+    """The key, on rank 0."""
 
     @property
     def loader(self) -> Loader | None:
@@ -380,7 +424,7 @@ class _LoadRequest:
 
 
 def _load(request: _LoadRequest, path: Path) -> LoadedCheckpoint:
-    opened, of_run = _open(path)
+    opened, of_run = _open(request, path)
     # Raised on every rank, because the manifest and the names are equal on all.
     check_saved_models(path, models_in(opened.manifest), request.models, may_be_fewer=not request.continues)
     with all_or_none(f"load {path}", DamageError):
@@ -397,6 +441,10 @@ def _load(request: _LoadRequest, path: Path) -> LoadedCheckpoint:
         requests, broadcasts = divide_reads(target for plan in plans.values() for target in plan.targets)
         if request.verify:
             opened.read_checksum_manifests(ranges_of(requests))
+        if request.is_signed:  # the other files, which no read below verifies
+            of_tensors = _files_read_in_full(opened, [target for plan in plans.values() for target in plan.targets])
+            rest = [name for name in opened.manifest["files"] if name not in of_tensors]
+            opened.check_files(rest, share=rank(), shares=world_size())
     with unusable_unless_done(_changed_by(request, plans)):
         with torch.no_grad():
             for plan in plans.values():
@@ -417,6 +465,14 @@ def _load(request: _LoadRequest, path: Path) -> LoadedCheckpoint:
     if ONLY in results:
         return results[ONLY]
     return LoadedCheckpoint(path=path, step=of_run["step"], client_state=of_run["client_state"], models=results)
+
+
+def _files_read_in_full(opened: Opened, targets: LoadTargets) -> set[str]:
+    """Return the names of the tensor files of which the ranks together read all tensors."""
+    read = {(entry.path, entry.offset) for _, region, _ in targets for entry in sources_of(region)}
+    of_file = {path: read_header(path).values() for path, _ in read}
+    full = (path for path, entries in of_file.items() if all((path, e.offset) in read for e in entries if e.nbytes))
+    return {opened.paths.name_of(path) for path in full}
 
 
 def _find_left_out(
@@ -507,18 +563,18 @@ def _restore_state(
         restore_position(request.loader, of_run["data"], rank_state, any_batch_size=any_batch_size)
 
 
-def _open(path: Path) -> tuple[Opened, dict[str, Any]]:
+def _open(request: _LoadRequest, path: Path) -> tuple[Opened, dict[str, Any]]:
     """Open a checkpoint, and read its ``trainer_state.json``; collective.
 
     Raises:
         DamageError: on every rank: the manifest, a file's length, a header or ``trainer_state.json`` is corrupted.
     """
     with all_or_none(f"load {path}", DamageError):
-        manifest = check_structure(path) if is_rank_0() else {}
+        manifest = check_structure(path, request.key) if is_rank_0() else {}
     manifest = from_rank_0(manifest)
     with all_or_none(f"load {path}", DamageError):
         same_ranks = len(manifest["checksums"]) == world_size()
-        opened = open_checkpoint(path, manifest, rank=rank() if same_ranks else None)
+        opened = open_checkpoint(path, manifest, rank=rank() if same_ranks else None, is_signed=request.is_signed)
         opened.check_headers()
         return opened, opened.state_of_run()
 

@@ -19,12 +19,14 @@ from __future__ import annotations
 
 import bisect
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fsdp2_strategy import sizes
 from fsdp2_strategy.checkpoint.file_schemas import (
     CHECKSUMS_BYTES,
     STATE_BYTES,
@@ -37,14 +39,26 @@ from fsdp2_strategy.checkpoint.file_schemas import (
     read_small_file,
 )
 from fsdp2_strategy.checkpoint.json_values import from_json_values
-from fsdp2_strategy.checkpoint.layout import read_manifest
-from fsdp2_strategy.checkpoint.paths import CHECKSUMS, TRAINER_STATE, CheckpointPaths
+from fsdp2_strategy.checkpoint.layout import models_in, read_manifest
+from fsdp2_strategy.checkpoint.paths import (
+    CHECKSUMS,
+    EMA,
+    MODEL,
+    OPTIMIZER,
+    TRAINABLE,
+    TRAINER_STATE,
+    WRAPPER,
+    CheckpointPaths,
+)
+from fsdp2_strategy.checkpoint.signature import SIGNATURE, check_signature, sha256_of
 from fsdp2_strategy.errors import CheckpointError, DamageError
-from fsdp2_strategy.hf.checksums import Block, Checksums, digest_of
+from fsdp2_strategy.hf.checksums import Block, CheckedRange, Checksums, digest_of
 from fsdp2_strategy.hf.file_reads import SourceFile, size_of_file
 from fsdp2_strategy.hf.safetensors_format import MAX_HEADER_BYTES, Entry, read_header, read_into
 from fsdp2_strategy.hf.schema import InvalidError, Schema
 from fsdp2_strategy.hf.weights_folder import INDEX_BYTES
+
+_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -127,6 +141,28 @@ class Opened:
         except CheckpointError as error:
             raise DamageError(str(error)) from error
 
+    def check_files(self, names: Iterable[str], *, share: int = 0, shares: int = 1) -> None:
+        """Verify the checksums of all bytes of some files, or of a share of their blocks.
+
+        Args:
+            names: the files, by their names in the manifest.
+            share: number of the share that this process verifies.
+            shares: number of shares that the blocks are divided into.
+
+        Raises:
+            DamageError: a file cannot be read, or a checksum differs.
+        """
+        ranges = [
+            (self.paths.root / name, checked)
+            for name in names
+            if name not in self.manifest["checksums"]
+            for checked in self.checksums.covering(self.paths.root / name, 0, self.manifest["files"][name])
+        ]
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for problems in pool.map(lambda one: problems_in(one[0], [one[1]]), ranges[share::shares]):
+                for _, problem in problems:
+                    raise DamageError(f"cannot load {self.paths.root}: {problem}. Load another checkpoint.")
+
     def read_checksum_manifests(self, ranges: Iterable[tuple[Path, int, int]]) -> None:
         """Read the checksum manifests that are needed for byte ranges, which are tuples of file, begin and end.
 
@@ -137,17 +173,47 @@ class Opened:
             self.checksums.covering(path, begin, end)
 
 
-def check_structure(path: Path) -> dict[str, Any]:
+def problems_in(path: Path, together: Sequence[CheckedRange]) -> list[tuple[CheckedRange, str]]:
+    """Read adjacent ranges of a file and compare their checksums; return the problem of each range that has one."""
+    begin, end = together[0].begin, together[-1].end
+    memory = memoryview(bytearray(min(end - begin, sizes.CACHED_BYTES)))
+    hashers = [checked.hasher() for checked in together]
+    try:
+        with SourceFile(path) as file:
+            for at in range(begin, end, sizes.CACHED_BYTES):
+                part = memory[: end - at]
+                file.read(partial(read_into, offset=at, memory=part))
+                for checked, hasher in zip(together, hashers, strict=True):
+                    hasher.update(part if len(together) == 1 else part[checked.begin - begin : checked.end - begin])
+    except OSError as error:
+        return [(checked, _unreadable(path, checked, error)) for checked in together]
+    found = zip(together, (hasher.problem(path) for hasher in hashers), strict=True)
+    return [(checked, problem) for checked, problem in found if problem]
+
+
+def _unreadable(path: Path, checked: CheckedRange, error: OSError) -> str:
+    return f"bytes {checked.begin} to {checked.end} of {path} cannot be read: {error.strerror or error}"
+
+
+def check_structure(path: Path, key: bytes | None = None) -> dict[str, Any]:
     """Compare a checkpoint's manifest with its files. Not collective: one rank calls it for all ranks.
+
+    Args:
+        path: the checkpoint's directory.
+        key: check the signature with this key; None to accept a checkpoint without one.
 
     Returns:
         The manifest.
 
     Raises:
-        DamageError: the manifest is invalid, or a file is missing or has another length. Other files may be there.
+        DamageError: the manifest is invalid, a file is missing or has another length, or the key did not sign the
+            manifest. Other files may be there.
     """
     manifest, paths = read_manifest(path), CheckpointPaths.found_in(path)
     try:
+        if key is not None:
+            check_signature(path, manifest, key)
+            _check_folders(paths, manifest)
         for name, size in manifest["files"].items():
             actual = size_of_file(path / name)
             if actual != size:
@@ -162,21 +228,47 @@ def check_structure(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def open_checkpoint(path: Path, manifest: Mapping[str, Any] | None = None, *, rank: int | None = None) -> Opened:
+def _check_folders(paths: CheckpointPaths, manifest: Mapping[str, Any]) -> None:
+    """Raise if there is a component that the manifest does not have: a load decides by the folders that exist.
+
+    Raises:
+        DamageError: the message names the folder.
+    """
+    for own in paths.of_models(models_in(manifest)).values():
+        for folder in (own.state / name for name in (MODEL, WRAPPER, TRAINABLE, OPTIMIZER, EMA)):
+            prefix = f"{paths.name_of(folder)}/"
+            if os.path.lexists(folder) and not any(name.startswith(prefix) for name in manifest["files"]):
+                raise DamageError(
+                    f"cannot trust {paths.root}: {folder} was added after it was signed, expected only the components "
+                    "of its manifest. Remove the folder."
+                )
+
+
+def open_checkpoint(
+    path: Path,
+    manifest: Mapping[str, Any] | None = None,
+    *,
+    rank: int | None = None,
+    key: bytes | None = None,
+    is_signed: bool = False,
+) -> Opened:
     """Open a checkpoint; not collective.
 
     Args:
         path: the checkpoint's directory.
         manifest: the manifest that `check_structure` returned; None to call `check_structure` here.
         rank: this rank, if the checkpoint was saved on as many ranks as now; else None.
+        key: check the signature with this key, and verify the digests that it signed.
+        is_signed: verify these digests; with ``manifest``, whose signature has been checked.
 
     Raises:
         DamageError: see `check_structure`.
     """
-    manifest = dict(manifest or check_structure(path))
+    manifest = dict(manifest or check_structure(path, key))
+    signed = manifest[SIGNATURE]["checksums"] if is_signed or key is not None else None
     shard_size = manifest.get("shard_size", len(manifest["checksums"]))
     paths = replace(CheckpointPaths.found_in(path), listed=frozenset(manifest["files"]))
-    return Opened(paths, manifest, Checksums(_ChecksumManifests(paths, manifest, shard_size, rank)))
+    return Opened(paths, manifest, Checksums(_ChecksumManifests(paths, manifest, shard_size, rank, signed)))
 
 
 def opened_around(folder: Path) -> Opened | None:
@@ -192,13 +284,17 @@ def opened_around(folder: Path) -> Opened | None:
     return None
 
 
-def opened_with_headers(path: Path) -> Opened:
+def opened_with_headers(path: Path, key: bytes | None = None) -> Opened:
     """Open a checkpoint, and check the headers and indexes of all its files; not collective.
+
+    Args:
+        path: the checkpoint's directory.
+        key: see `open_checkpoint`.
 
     Raises:
         DamageError: see `check_structure` and `Opened.check_headers`.
     """
-    opened = open_checkpoint(path)
+    opened = open_checkpoint(path, key=key)
     opened.check_headers()
     return opened
 
@@ -211,6 +307,8 @@ class _ChecksumManifests:
     manifest: Mapping[str, Any]
     shard_size: int
     rank: int | None
+    signed: Mapping[str, str] | None = None
+    """The SHA-256 digests of the checksum manifests, which are then compared, as are those of blocks."""
     _read: set[int] = field(default_factory=set)
     _failed: dict[Path, str] = field(default_factory=dict)
     """Texts of errors."""
@@ -270,11 +368,15 @@ class _ChecksumManifests:
                 self._failed[path] = str(error)
                 raise
             for file, of_file in listed.items():
-                blocks.setdefault(self.paths.root / file, []).extend(Block(*block) for block in of_file)
+                blocks.setdefault(self.paths.root / file, []).extend(of_file)
         return blocks
 
-    def _read_manifest(self, path: Path) -> dict[str, Any]:
-        """Return the blocks in a checksum manifest, by the names of files."""
+    def _read_manifest(self, path: Path) -> dict[str, list[Block]]:
+        """Return the blocks in a checksum manifest, by the names of files; with SHA-256 digests if they are compared.
+
+        Raises:
+            DamageError: it cannot be read, is corrupt, or is not the file that was signed.
+        """
         name = self.paths.name_of(path)
         content = read_small_file(path, CHECKSUMS_BYTES)
         expected = self.manifest["checksums"][name]
@@ -283,5 +385,18 @@ class _ChecksumManifests:
                 f"cannot verify {self.paths.root}: {name} has the checksum {digest}, expected {expected}, as in the "
                 "manifest. Load another checkpoint."
             )
-        blocks: dict[str, Any] = parse_checksums(content, path, self.manifest["files"])["blocks"]
-        return blocks
+        if self.signed is not None and sha256_of(content) != self.signed.get(name):
+            raise DamageError(
+                f"cannot trust {self.paths.root}: {name} is not the file that was signed. Load another checkpoint."
+            )
+        listed = parse_checksums(content, path, self.manifest["files"])
+        blocks = {file: [Block(*block) for block in of_file] for file, of_file in listed["blocks"].items()}
+        if self.signed is None:
+            return blocks
+        try:
+            return {
+                file: [replace(b, digest=digest) for b, digest in zip(of_file, listed["sha256"][file], strict=True)]
+                for file, of_file in blocks.items()
+            }
+        except (KeyError, TypeError, ValueError) as error:
+            raise damage(path, "it lacks digests of blocks") from error

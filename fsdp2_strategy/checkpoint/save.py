@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from fsdp2_strategy.checkpoint.random_state import rng_content
 from fsdp2_strategy.checkpoint.rotation import check_space, checkpoints_to_delete
 from fsdp2_strategy.checkpoint.save_request import SaveRequest
 from fsdp2_strategy.checkpoint.several_models import ONLY, Models, for_each, models_by_name
+from fsdp2_strategy.checkpoint.signature import read_key
 from fsdp2_strategy.checkpoint.storage import Component, stage_gathered, stage_local, write_components
 from fsdp2_strategy.checkpoint.trainable_only import LeftOut
 from fsdp2_strategy.checkpoint.training_state import (
@@ -93,6 +94,7 @@ def save_checkpoint(
     only_trainable: bool = False,
     meta: Mapping[str, Any] | None = None,
     layout: LeRobotLayout | TrainerLayout | None = None,
+    key_file: str | Path | None = None,
 ) -> Path:
     """Save a sharded model and its training state as one committed checkpoint; collective.
 
@@ -144,6 +146,8 @@ def save_checkpoint(
         layout: LeRobot's layout, or that of transformers' ``Trainer``, with the further files to save; by default our
             own layout. In both, a peft model is saved as with ``only_trainable``, and its adapters also in peft's
             format. A policy that contains a peft model is saved with all its weights.
+        key_file: sign the checkpoint with this key, which only rank 0 reads; see `read_key` and [Note: signature] in
+            `signature`.
 
     Returns:
         The checkpoint's directory; an asynchronous save creates it when it commits.
@@ -170,6 +174,7 @@ def save_checkpoint(
         only_trainable=only_trainable,
         meta=meta,
         layout=layout,
+        key_file=key_file,
     )
     for own in models.values():
         check_schedule_of(own.scheduler, own.optimizer, "save", CheckpointError)
@@ -276,6 +281,8 @@ class _SavePlan:
     """Content by path."""
     rng: bytes
     data: DataPosition | None
+    key: bytes | None = field(repr=False)
+    """The key to sign with, on rank 0."""
     shard_sizes: dict[str, int]
     """By the name of the model."""
 
@@ -301,6 +308,7 @@ def _plan(
         CheckpointError: a value cannot be saved, or a failed load left an optimizer unusable.
     """
     check_json(client_state, "client_state")
+    key = read_key(request.key_file) if request.key_file is not None and is_rank_0() else None
     components: list[Component] = []
     sidecars: list[tuple[SidecarFiles, Any]] = []
     states: dict[str, dict[str, Any]] = {}
@@ -324,11 +332,12 @@ def _plan(
         json_files |= {laid_out[name][0].state / TRAINER_STATE: as_json(state) for name, state in states.items()}
     return _SavePlan(
         request=request,
-        components=components,
+        components=[replace(each, is_signed=request.key_file is not None) for each in components],
         sidecars=sidecars,
         json_files=json_files,
         rng=rng_content(),
         data=data,
+        key=key,
         shard_sizes=shard_sizes,
     )
 
@@ -373,7 +382,7 @@ def _execute(plan: _SavePlan) -> None:
         with all_or_none(f"commit {request.tag}", CheckpointError):
             if is_rank_0():
                 directory.warn_of_other_weights(partial, request.path, request.step)
-                directory.commit(partial, request.tag, request.manifest_entries(plan.shard_sizes), digests)
+                directory.commit(partial, request.tag, request.manifest_entries(plan.shard_sizes), digests, plan.key)
     except CheckpointError:
         if is_rank_0():
             delete_partial(partial.root)  # if that fails, the next save deletes what is left
@@ -426,13 +435,13 @@ def _create_folders(plan: _SavePlan) -> None:
                 paths.model.mkdir()
 
 
-def _write(plan: _SavePlan) -> list[str]:
+def _write(plan: _SavePlan) -> list[tuple[str, str]]:
     """Write all files except the manifest; collective.
 
     Returns:
         On rank 0, the digests of all ranks' checksum manifests; an empty list on other ranks.
     """
-    paths, tag = plan.request.partial_paths, plan.request.tag
+    paths, tag, is_signed = plan.request.partial_paths, plan.request.tag, plan.request.key_file is not None
     with all_or_none(f"write {tag}", CheckpointError):
         blocks = write_components(plan.components)
     with all_or_none(f"write the files of {tag} that are in no component", CheckpointError):
@@ -441,14 +450,15 @@ def _write(plan: _SavePlan) -> list[str]:
             rank_files[paths.rank_file(DATA, rank())] = plan.data.rank_file
         for path, content in rank_files.items():
             write_bytes(path, content)
-            blocks[path] = blocks_of(content)
+            blocks[path] = blocks_of(content, is_signed=is_signed)
         if is_rank_0():
             for sidecars, tokenizer in plan.sidecars:
                 sidecars.write(tokenizer)
             for path, text in plan.json_files.items():
                 write_text(path, text)
             tensor_files = {file.path for component in plan.components for file in component.files}
-            blocks |= {path: blocks_of_file(path) for path in set(directory.shared_files(paths)) - tensor_files}
+            others = set(directory.shared_files(paths)) - tensor_files
+            blocks |= {path: blocks_of_file(path, is_signed=is_signed) for path in others}
         digest = directory.write_checksums(paths, rank(), blocks)
     return to_rank_0(digest)
 

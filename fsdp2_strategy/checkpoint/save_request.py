@@ -44,6 +44,7 @@ class SaveRequest:
     only_trainable: bool
     meta: Mapping[str, Any] | None
     layout: LeRobotLayout | TrainerLayout | None
+    key_file: str | Path | None = None
     partial: str = ""
     """Name of the directory that the ranks write to before the commit; see [Note: hidden names] in `directory`."""
 

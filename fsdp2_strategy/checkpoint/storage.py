@@ -134,6 +134,8 @@ class Component:
     """Copies of the values of the layout's shares, in an asynchronous save."""
     staged_gathered: Sequence[WriteRequest] = ()
     """Write requests for this rank's share of the gathered regions, with copied values, in an asynchronous save."""
+    is_signed: bool = False
+    """Whether blocks get SHA-256 digests, too; see [Note: signature] in `signature`."""
 
     @classmethod
     def of(
@@ -225,7 +227,8 @@ class SafetensorsWriter(StorageWriter):
             )
         for component in self._components:
             component.folder.mkdir(parents=True, exist_ok=True)
-            self.blocks |= {file.path: blocks_of(file.header) for file in component.files}
+            signed = component.is_signed
+            self.blocks |= {file.path: blocks_of(file.header, is_signed=signed) for file in component.files}
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -235,7 +238,8 @@ class SafetensorsWriter(StorageWriter):
         own = files[first:end]
         create_files(own)
         requests = [request for component in self._components for request in component.write_requests()]
-        written = write_all(requests, hashed=True, create=True)
+        is_signed = any(component.is_signed for component in self._components)
+        written = write_all(requests, hashed=True, create=True, is_signed=is_signed)
         self.add_blocks(written)
         force_to_disk({*written, *(file.path for file in own)})  # other files may not exist yet
         if rank() == 0:
@@ -362,7 +366,7 @@ def write_components(components: Sequence[Component]) -> dict[Path, list[Block]]
         if component.staged is None:
             for name, requests in _gather_regions(component):
                 with all_or_none(f"write {name}", CheckpointError):
-                    writer.add_blocks(write_all(requests, hashed=True))
+                    writer.add_blocks(write_all(requests, hashed=True, is_signed=component.is_signed))
                     force_to_disk([component.entries[name].path])
     return writer.blocks
 

@@ -17,13 +17,14 @@ from fsdp2_strategy import sizes
 from fsdp2_strategy.checkpoint.layout import REMOVED, extra_entries, hidden_in, models_in
 from fsdp2_strategy.checkpoint.paths import RNG, as_path
 from fsdp2_strategy.checkpoint.random_state import RNG_BYTES, check_rng
-from fsdp2_strategy.checkpoint.reader import Opened, open_checkpoint
+from fsdp2_strategy.checkpoint.reader import Opened, open_checkpoint, problems_in
+from fsdp2_strategy.checkpoint.signature import read_key
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.progress import Progress
 from fsdp2_strategy.errors import CheckpointError, counted
 from fsdp2_strategy.hf.checksums import CheckedRange
-from fsdp2_strategy.hf.file_reads import SourceFile, read_repeats
-from fsdp2_strategy.hf.safetensors_format import Entry, read_header, read_into
+from fsdp2_strategy.hf.file_reads import read_repeats
+from fsdp2_strategy.hf.safetensors_format import Entry, read_header
 from fsdp2_strategy.hf.weights_folder import read_index
 
 _THREADS = 4
@@ -48,11 +49,12 @@ class VerifyReport:
         return not self.problems
 
 
-def verify_checkpoint(path: str | Path, *, progress: bool = True) -> VerifyReport:
+def verify_checkpoint(path: str | Path, *, key_file: str | Path | None = None, progress: bool = True) -> VerifyReport:
     """Read every byte of a checkpoint and compare it with the checksums; not collective.
 
     Args:
         path: the checkpoint's directory.
+        key_file: check that this key signed the checkpoint, and compare the digests that it signed; see `read_key`.
         progress: show a progress bar, or, if standard error is no terminal, write a line to the log every 30 s.
 
     Returns:
@@ -60,17 +62,18 @@ def verify_checkpoint(path: str | Path, *, progress: bool = True) -> VerifyRepor
         meanwhile, the new one is verified; if it deletes the checkpoint, the report says so.
 
     Raises:
-        CheckpointError: ``path`` is not a path.
+        CheckpointError: ``path`` is not a path, or the key file cannot be used.
     """
     path = as_path(path, "verify a checkpoint")
+    key = read_key(key_file) if key_file is not None else None
     before = _identity(path)
-    report = _verify(path, progress=progress)
+    report = _verify(path, key, progress=progress)
     if before is None and any(tag == path.name for _, tag in hidden_in(path.parent, REMOVED)):
         return VerifyReport([], is_deleted=True)
     if report.ok or _identity(path) == before:
         return report
     if (again := _identity(path)) is not None:
-        report = _verify(path, progress=progress)
+        report = _verify(path, key, progress=progress)
     if again is None or _identity(path) != again:
         return VerifyReport([], is_deleted=True)
     return report
@@ -85,16 +88,18 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def _verify(path: Path, *, progress: bool) -> VerifyReport:
+def _verify(path: Path, key: bytes | None, *, progress: bool) -> VerifyReport:
     repeats = read_repeats()
     try:
-        opened = open_checkpoint(path)
+        opened = open_checkpoint(path, key=key)
     except CheckpointError as error:
         return VerifyReport([str(error)])
     tensors, tasks, problems = _tasks(opened)
     total = sum(checked.end - checked.begin for _, together in tasks for checked in together)
     with ThreadPoolExecutor(_THREADS) as pool, Progress(f"verifying {path.name}", total, is_shown=progress) as shown:
-        for (file, together), found_problems in zip(tasks, pool.map(lambda task: _check(*task), tasks), strict=True):
+        for (file, together), found_problems in zip(
+            tasks, pool.map(lambda task: problems_in(*task), tasks), strict=True
+        ):
             shown.update(sum(checked.end - checked.begin for checked in together))
             problems += [f"{_tensor_names(tensors.get(file, []), c)}: {problem}" for c, problem in found_problems]
     if not problems:
@@ -140,28 +145,6 @@ def _together(ranges: list[CheckedRange]) -> Iterator[list[CheckedRange]]:
         group.append(checked)
     if group:
         yield group
-
-
-def _check(path: Path, together: list[CheckedRange]) -> list[tuple[CheckedRange, str]]:
-    """Read ranges of a file and compare their checksums; return the problem of each range that has one."""
-    begin, end = together[0].begin, together[-1].end
-    memory = memoryview(bytearray(min(end - begin, sizes.CACHED_BYTES)))
-    hashers = [checked.hasher() for checked in together]
-    try:
-        with SourceFile(path) as file:
-            for at in range(begin, end, sizes.CACHED_BYTES):
-                part = memory[: end - at]
-                file.read(partial(read_into, offset=at, memory=part))
-                for checked, hasher in zip(together, hashers, strict=True):
-                    hasher.update(part if len(together) == 1 else part[checked.begin - begin : checked.end - begin])
-    except OSError as error:
-        return [(checked, _unreadable(path, checked, error)) for checked in together]
-    found = zip(together, (hasher.problem(path) for hasher in hashers), strict=True)
-    return [(checked, problem) for checked, problem in found if problem]
-
-
-def _unreadable(path: Path, checked: CheckedRange, error: OSError) -> str:
-    return f"bytes {checked.begin} to {checked.end} of {path} cannot be read: {error.strerror or error}"
 
 
 def _problems_of_states(opened: Opened) -> list[str]:

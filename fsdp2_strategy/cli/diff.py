@@ -9,6 +9,7 @@ import argparse
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -16,7 +17,7 @@ from fsdp2_strategy import sizes
 from fsdp2_strategy.checkpoint.layout import models_in
 from fsdp2_strategy.checkpoint.reader import Opened, opened_with_headers
 from fsdp2_strategy.checkpoint.storage import stored_in
-from fsdp2_strategy.cli.found import components_in, read_newest
+from fsdp2_strategy.cli.found import components_in, key_of, read_newest
 from fsdp2_strategy.cli.output import Output
 from fsdp2_strategy.errors import counted
 from fsdp2_strategy.hf.regions import Region
@@ -34,7 +35,8 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
         CheckpointError: there is no checkpoint.
         DamageError: a checkpoint is corrupt.
     """
-    a, b = (read_newest(path, None, opened_with_headers) for path in (parsed.a, parsed.b))
+    read = partial(opened_with_headers, key=key_of(parsed.key_file))
+    a, b = (read_newest(path, None, read) for path in (parsed.a, parsed.b))
     tensors_a, tensors_b = _tensors(a), _tensors(b)
     equal = differing = 0
     shared = [name for name in tensors_a if name in tensors_b]

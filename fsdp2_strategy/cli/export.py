@@ -19,7 +19,7 @@ from fsdp2_strategy.checkpoint.layout import (
 from fsdp2_strategy.checkpoint.paths import TRAINABLE, WRAPPER, CheckpointPaths
 from fsdp2_strategy.checkpoint.reader import Opened, opened_with_headers
 from fsdp2_strategy.checkpoint.storage import stored_in
-from fsdp2_strategy.cli.found import newest_at
+from fsdp2_strategy.cli.found import key_of, newest_at
 from fsdp2_strategy.cli.output import Output
 from fsdp2_strategy.distributed.log import show_log
 from fsdp2_strategy.errors import CheckpointError, did_you_mean
@@ -37,7 +37,7 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
     dtype = getattr(torch, parsed.dtype) if parsed.dtype else None
     if is_checkpoint(parsed.path) or checkpoints_with_manifest(parsed.path):
         path = newest_at(parsed.path, parsed.tag)
-        opened = opened_with_headers(path)
+        opened = opened_with_headers(path, key_of(parsed.key_file))
         paths = _paths_of_model(opened, parsed.model)
         _check_exportable(paths)
         copy_folder(
@@ -49,6 +49,11 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
             progress=output.shows_progress,
         )
     else:
+        if parsed.key_file is not None:
+            raise CheckpointError(
+                f"cannot export {parsed.path}: it has no checkpoint of this package, expected one that the key of "
+                "--key-file signed. Omit --key-file."
+            )
         foreign = find_foreign(parsed.path if parsed.tag is None else parsed.path / parsed.tag, trust=parsed.trust)
         if foreign is None:
             raise CheckpointError(f"no checkpoint to export: {describe_missing(parsed.path)}")

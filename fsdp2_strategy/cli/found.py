@@ -22,6 +22,7 @@ from fsdp2_strategy.checkpoint.layout import (
     without_manifest,
 )
 from fsdp2_strategy.checkpoint.paths import EMA, OPTIMIZER, TRAINABLE, WRAPPER, CheckpointPaths, exists
+from fsdp2_strategy.checkpoint.signature import read_key
 from fsdp2_strategy.errors import CheckpointError, did_you_mean
 
 T = TypeVar("T")
@@ -33,16 +34,17 @@ Found = tuple[Path, Checkpoint | None, str]
 """The directory of a checkpoint; the checkpoint, or None if its manifest is invalid; what makes it unusable, or ""."""
 
 
-def checkpoints_at(path: Path) -> list[Found]:
+def checkpoints_at(path: Path, key_file: Path | None = None) -> list[Found]:
     """Return the checkpoint at ``path``, or all checkpoints in the directory, oldest first, the unusable ones last.
 
     Raises:
-        CheckpointError: there is no checkpoint; the message says what is there.
+        CheckpointError: there is no checkpoint; the message says what is there. Or the key file cannot be used.
     """
+    key = key_of(key_file)
     if is_checkpoint(path):
-        return [(path, read_checkpoint(path), problem_of(path))]
+        return [(path, read_checkpoint(path), problem_of(path, key))]
     for _ in range(_LISTS):
-        found: list[Found] = [(c.path, c, problem_of(c.path)) for c in checkpoints_with_manifest(path)]
+        found: list[Found] = [(c.path, c, problem_of(c.path, key)) for c in checkpoints_with_manifest(path)]
         found += [(each, None, problem_of(each)) for each in without_manifest(path)]
         if all(exists(each) for each, _, _ in found):
             break
@@ -63,6 +65,15 @@ def extra_in(path: Path) -> list[str]:
 def extra_text(extra: Collection[str]) -> str:
     """Return the names of extra files as the end of a line."""
     return f"  (extra files: {', '.join(extra)})" if extra else ""
+
+
+def key_of(key_file: Path | None) -> bytes | None:
+    """Return the key of the option ``--key-file``; None without it.
+
+    Raises:
+        CheckpointError: the file cannot be used.
+    """
+    return None if key_file is None else read_key(key_file)
 
 
 def components_in(paths: CheckpointPaths, models: Collection[str]) -> dict[str, Path]:

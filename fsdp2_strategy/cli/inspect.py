@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from fsdp2_strategy.checkpoint.layout import extra_entries, models_in, read_chec
 from fsdp2_strategy.checkpoint.paths import CheckpointPaths
 from fsdp2_strategy.checkpoint.reader import Opened, opened_with_headers
 from fsdp2_strategy.checkpoint.storage import stored_in
-from fsdp2_strategy.cli.found import components_in, read_newest
+from fsdp2_strategy.cli.found import components_in, key_of, read_newest
 from fsdp2_strategy.cli.output import Output
 from fsdp2_strategy.errors import counted, size_text
 from fsdp2_strategy.hf.safetensors_format import Entry
@@ -32,7 +33,8 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
         CheckpointError: there is no checkpoint.
         DamageError: the checkpoint is corrupt.
     """
-    opened, state, components = read_newest(parsed.path, parsed.tag, _read)
+    read = partial(_read, key=key_of(parsed.key_file))
+    opened, state, components = read_newest(parsed.path, parsed.tag, read)
     summary = _summary(opened.paths.root, opened.manifest, state)
     if models := models_in(opened.manifest):
         summary["models"] = {name: _of_model(opened, name) for name in models}
@@ -59,9 +61,9 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
     return 0
 
 
-def _read(path: Path) -> tuple[Opened, dict[str, Any], dict[str, dict[str, Entry]]]:
+def _read(path: Path, key: bytes | None) -> tuple[Opened, dict[str, Any], dict[str, dict[str, Entry]]]:
     """Return a checkpoint, its state, and the tensors of its components."""
-    opened = opened_with_headers(path)
+    opened = opened_with_headers(path, key)
     return opened, opened.state_of_run(), _components(opened)
 
 

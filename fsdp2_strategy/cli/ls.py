@@ -27,7 +27,7 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
         CheckpointError: there is no checkpoint.
     """
     status = 0
-    for path, checkpoint, problem in checkpoints_at(parsed.path):
+    for path, checkpoint, problem in checkpoints_at(parsed.path, parsed.key_file):
         saved = _saved(path)
         if saved is None and not exists(path):
             continue  # a run has deleted it meanwhile

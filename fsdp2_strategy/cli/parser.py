@@ -95,6 +95,8 @@ def _path(text: str) -> Path:
 
 def _add(commands: Any, name: str, text: str, *, has_json: bool = True) -> argparse.ArgumentParser:
     command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    text_of_key = "the key that must have signed the checkpoints; a file of this user with mode 0600"
+    command.add_argument("--key-file", type=Path, help=text_of_key)
     command.add_argument("-q", "--quiet", action="store_true", help="print problems only, and no progress")
     if has_json:
         command.add_argument("--json", action="store_true", help="print one JSON document")

@@ -157,6 +157,9 @@ class StrategyConfig:
     """After how many seconds of waiting for other ranks a rank logs in which call it waits, and what the others last
     reported; None: never."""
 
+    checkpoint_key_file: str | Path | None = None
+    """Sign checkpoints with the key in this file, and load only checkpoints that it signed; see docs/checkpoints.md."""
+
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
     """Values of a trainer's arguments that are not fields. They are also attributes: ``config.kl_estimator``."""
 
@@ -212,6 +215,9 @@ class StrategyConfig:
         _check("timeout_minutes", self.timeout_minutes, self.timeout_minutes > 0, "more than 0")
         limit = self.wait_warning_seconds
         _check("wait_warning_seconds", limit, limit is None or limit > 0, "more than 0, or None")
+        key_file = self.checkpoint_key_file
+        is_valid = key_file is None or (isinstance(key_file, str | Path) and str(key_file) != "")
+        _check("checkpoint_key_file", key_file, is_valid, "a path, or None")
 
     def _check_parallel_sizes(self) -> None:
         """Check the numbers of ranks that share sequences, layers or experts, and what does not combine with them."""

@@ -1,4 +1,4 @@
-"""Compute and compare checksums: one xxh3 hash per block of a file, so that a range can be checked on its own.
+"""Compute and compare checksums: one hash per block of a file, so that a range can be checked on its own.
 
 Input: bytes that are written to a file or were read from a file. Output: blocks, and an error if bytes do not match the
 digest of their block. Independent of models and of other ranks.
@@ -7,11 +7,15 @@ digest of their block. Independent of models and of other ranks.
 short run of bytes in each row. One block per run would need a digest for every few kilobytes. So a block may consist of
 the runs of many rows: ``run_bytes`` bytes of every ``stride`` bytes, where the stride is a row of the full tensor. The
 blocks of several ranks together then cover complete rows.
+
+The hash is xxh3. If checkpoints are signed, each block also has a SHA-256 digest, and a load with the key compares it
+instead: [Note: signature] in `checkpoint.signature`.
 """
 
 from __future__ import annotations
 
 import bisect
+import hashlib
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +28,7 @@ from fsdp2_strategy import sizes
 from fsdp2_strategy.errors import DamageError
 
 ALGORITHM = "xxh3_64"
+_SHA256_DIGITS = 64
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -37,6 +42,30 @@ class Block:
     """Length of each run; 0 if the block has all bytes."""
     stride: int = 0
     """Distance between the first bytes of two runs."""
+    sha256: str = ""
+    """The SHA-256 digest of the same bytes, if the checkpoint is signed."""
+
+
+class BlockHash:
+    """Hash the bytes of a block while they are written.
+
+    Args:
+        is_signed: also compute the SHA-256 digest.
+    """
+
+    def __init__(self, *, is_signed: bool) -> None:
+        self._xxh3, self._sha256 = xxhash.xxh3_64(), hashlib.sha256() if is_signed else None
+
+    def update(self, part: memoryview) -> None:
+        """Hash the next bytes."""
+        self._xxh3.update(part)
+        if self._sha256 is not None:
+            self._sha256.update(part)
+
+    def block(self, begin: int, end: int, run_bytes: int = 0, stride: int = 0) -> Block:
+        """Return the block of the hashed bytes; see `Block` for the arguments."""
+        sha256 = self._sha256.hexdigest() if self._sha256 is not None else ""
+        return Block(begin, end, self._xxh3.hexdigest(), run_bytes, stride, sha256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +97,9 @@ class Hasher:
 
     def __init__(self, checked: CheckedRange) -> None:
         self._checked = checked
-        self._hashes = [xxhash.xxh3_64() for _ in checked.blocks]
+        self._hashes = [
+            hashlib.sha256() if len(b.digest) == _SHA256_DIGITS else xxhash.xxh3_64() for b in checked.blocks
+        ]
         self._at = 0
 
     def update(self, part: memoryview) -> None:
@@ -113,21 +144,25 @@ def digest_of(data: bytes | memoryview) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
-def blocks_of(content: bytes) -> list[Block]:
-    """Return the blocks of ``content``, which begins at the first byte of a file."""
+def blocks_of(content: bytes, *, is_signed: bool = False) -> list[Block]:
+    """Return the blocks of ``content``, which begins at the first byte of a file; see `BlockHash` for ``is_signed``."""
     view, size = memoryview(content), sizes.BLOCK_BYTES
-    parts = [(begin, view[begin : begin + size]) for begin in range(0, len(view), size)]
-    return [Block(begin, begin + len(part), digest_of(part)) for begin, part in parts]
+    return [_block_of(begin, view[begin : begin + size], is_signed) for begin in range(0, len(view), size)]
 
 
-def blocks_of_file(path: Path) -> list[Block]:
+def blocks_of_file(path: Path, *, is_signed: bool = False) -> list[Block]:
     """Return the blocks of an entire file; only one block is in memory at a time."""
     found: list[Block] = []
     with path.open("rb") as file:
         while content := file.read(sizes.BLOCK_BYTES):
-            begin = found[-1].end if found else 0
-            found.append(Block(begin, begin + len(content), digest_of(content)))
+            found.append(_block_of(found[-1].end if found else 0, memoryview(content), is_signed))
     return found
+
+
+def _block_of(begin: int, content: memoryview, is_signed: bool) -> Block:
+    hashed = BlockHash(is_signed=is_signed)
+    hashed.update(content)
+    return hashed.block(begin, begin + len(content))
 
 
 ManifestReader = Callable[[Path, int, int], Iterable[Mapping[Path, Sequence[Block]]]]

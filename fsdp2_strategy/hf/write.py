@@ -23,11 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.process_group import current_device, rank, set_device, world_size
-from fsdp2_strategy.hf.checksums import Block
+from fsdp2_strategy.hf.checksums import Block, BlockHash
 from fsdp2_strategy.hf.safetensors_format import Entry, memory_of, write_from
 from fsdp2_strategy.model.boxes import Box
 
@@ -76,7 +75,7 @@ class _Run:
 
 
 def write_all(
-    requests: Sequence[WriteRequest], *, hashed: bool = False, create: bool = False
+    requests: Sequence[WriteRequest], *, hashed: bool = False, create: bool = False, is_signed: bool = False
 ) -> dict[Path, list[Block]]:
     """Execute write requests.
 
@@ -85,6 +84,7 @@ def write_all(
         hashed: return checksums.
         create: create missing files. If false, a missing file is an error: the folder is not shared with the rank
             that created the file.
+        is_signed: return SHA-256 digests with the checksums.
 
     Returns:
         For each file, the checksums of the blocks that were written; empty lists unless ``hashed``.
@@ -106,7 +106,7 @@ def write_all(
                     group = groups.popleft()
                 except IndexError:
                     return
-                block = _write(fd, group, scratch, hashed=hashed)
+                block = _write(fd, group, scratch, BlockHash(is_signed=is_signed) if hashed else None)
                 if block is not None:
                     written[path].append(block)
 
@@ -224,11 +224,10 @@ def _group_adjacent(runs: Iterable[_Run]) -> Iterator[list[_Run]]:
 
 
 @torch.no_grad()
-def _write(fd: int, runs: Sequence[_Run], scratch: threading.local, *, hashed: bool) -> Block | None:
+def _write(fd: int, runs: Sequence[_Run], scratch: threading.local, digest: BlockHash | None) -> Block | None:
     """Write adjacent runs: large contiguous CPU tensors without cast directly, others through a scratch buffer."""
     if runs[0].stride:
-        return _write_rows(fd, runs[0], scratch, hashed=hashed)
-    digest = xxhash.xxh3_64() if hashed else None
+        return _write_rows(fd, runs[0], scratch, digest)
     begin, filled = runs[0].offset, 0
     for run in runs:
         tensor, size = run.tensor, run.nbytes
@@ -247,17 +246,19 @@ def _write(fd: int, runs: Sequence[_Run], scratch: threading.local, *, hashed: b
                 target.copy_(tensor.to(run.dtype).reshape(-1).view(torch.uint8))
             filled += size
     _write_bytes(fd, begin, memory_of(_buffer(scratch)[:filled]), digest)
-    return Block(runs[0].offset, runs[-1].end, digest.hexdigest()) if digest else None
+    return digest.block(runs[0].offset, runs[-1].end) if digest else None
 
 
-def _write_rows(fd: int, run: _Run, scratch: threading.local, *, hashed: bool) -> Block | None:
+def _write_rows(fd: int, run: _Run, scratch: threading.local, digest: BlockHash | None) -> Block | None:
     """Write rows with gaps between them."""
     rows = _buffer(scratch)[: run.nbytes].view(len(run.tensor), -1)
     rows.view(run.dtype).view(run.tensor.shape).copy_(run.tensor)
     for number, row in enumerate(rows):
         write_from(fd, run.offset + number * run.stride, memory_of(row))
-    digest = xxhash.xxh3_64_hexdigest(memory_of(rows)) if hashed else ""
-    return Block(run.offset, run.end, digest, rows.shape[1], run.stride) if hashed else None
+    if digest is None:
+        return None
+    digest.update(memory_of(rows))
+    return digest.block(run.offset, run.end, rows.shape[1], run.stride)
 
 
 def _buffer(scratch: threading.local) -> torch.Tensor:
@@ -268,7 +269,7 @@ def _buffer(scratch: threading.local) -> torch.Tensor:
     return buffer
 
 
-def _write_bytes(fd: int, offset: int, memory: memoryview, digest: xxhash.xxh3_64 | None) -> None:
+def _write_bytes(fd: int, offset: int, memory: memoryview, digest: BlockHash | None) -> None:
     """Write bytes to a file; hash them in chunks that fit into the processor's cache."""
     if digest is None:
         write_from(fd, offset, memory)

@@ -374,6 +374,7 @@ class VLAFSDPStrategy(TrainingStrategy):
                 load_model=False,
                 dataloader=dataloader,
                 load_data_position=resumed.load_data_position,
+                key_file=self.config.checkpoint_key_file,
             )
         if resumed:
             load_rng(resumed.rng)  # random numbers may have been drawn since the load

@@ -961,6 +961,22 @@ def two_exports_to_one_folder(folder):
 
 
 @mistake(
+    "its mode is 0644, expected a regular file of this user with mode 0600",
+    CheckpointError,
+    "Other users can read the file of the key that signs checkpoints.",
+    "`chmod 600` the file, and make a new key if others may have read it.",
+)
+def a_key_that_others_can_read(folder):
+    if dist.get_rank() == 0:
+        (folder / "key").write_bytes(bytes(32))
+        (folder / "key").chmod(0o644)
+    dist.barrier()
+    strategy = FSDPV2Strategy(config=StrategyConfig(bf16=False, checkpoint_key_file=folder / "key"))
+    model = strategy.prepare_model(build("llama"), is_training=True)
+    strategy.save_ckpt(model, folder / "ckpts")
+
+
+@mistake(
     "is replaced by a checkpoint of the same step 0 with other weights",
     None,
     "Steps of an optimizer that the strategy does not control are not counted, so all checkpoints have one name.",
@@ -1163,6 +1179,24 @@ def a_tokenizer_that_is_too_large(folder):
 # --- resuming ---------------------------------------------------------------------------------------------------------
 
 _section[0] = "Resuming"
+
+
+@mistake(
+    "it has no signature, expected a checkpoint that this key signed",
+    DamageError,
+    "`checkpoint_key_file` is set, and the checkpoint was saved without it.",
+    "If you trust all who can write to the directory, load it once without the key, and save it with the key.",
+)
+def a_checkpoint_from_before_the_key(folder):
+    strategy = strategy_for()
+    model = strategy.prepare_model(build("llama"), is_training=True)
+    strategy.save_ckpt(model, folder / "ckpts")
+    if dist.get_rank() == 0:
+        (folder / "key").touch(0o600)
+        (folder / "key").write_bytes(bytes(32))
+    dist.barrier()
+    signing = FSDPV2Strategy(config=StrategyConfig(bf16=False, checkpoint_key_file=folder / "key"))
+    signing.load_ckpt(signing.prepare_model(build("llama"), is_training=False), folder / "ckpts")
 
 
 @mistake(

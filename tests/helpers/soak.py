@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import ctypes
 import itertools
 import json
 import mmap
@@ -33,7 +34,14 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from fsdp2_strategy import FSDPV2Strategy, TrainerLayout, list_checkpoints, save_model, verify_checkpoint
+from fsdp2_strategy import (
+    FSDPV2Strategy,
+    StrategyConfig,
+    TrainerLayout,
+    list_checkpoints,
+    save_model,
+    verify_checkpoint,
+)
 from fsdp2_strategy.checkpoint import directory, layout, load, save
 from fsdp2_strategy.checkpoint.paths import TRAINER_STATE, CheckpointPaths
 from fsdp2_strategy.hf import staged_folder
@@ -42,10 +50,11 @@ from fsdp2_strategy.model.shards import local_shard
 from fsdp2_strategy.vla import LeRobotLayout, save_policy
 from helpers.models import build
 
-LAYOUTS = ("own", "several models", "LeRobot", "Trainer", "only trainable")
+LAYOUTS = ("own", "several models", "LeRobot", "Trainer", "only trainable", "signed")
 KEPT = 2
 PHASES = ("start", "load", "check", "between", "save", "async save", "writing", "commit", "rotation", "deletion")
 PHASES += ("export", "switch of an export")
+PR_SET_PDEATHSIG = 1
 ROOT = Path(__file__).parents[2]
 
 
@@ -103,7 +112,8 @@ class Run:
         ):
             setattr(owner, name, self.noting(phase, getattr(owner, name)))
         self.saves, self.out = self.folder / "checkpoints", self.folder / "out"
-        self.strategy = FSDPV2Strategy(bf16=False)
+        key = self.folder.parent / "key" if self.kind == "signed" else None
+        self.strategy = FSDPV2Strategy(config=StrategyConfig(bf16=False, checkpoint_key_file=key))
         self.journal = Journal(self.folder / "journal")
         self.models, optimizers = self.prepare()
         self.tensors = [p for model in self.models.values() for p in model.parameters() if p.requires_grad]
@@ -279,7 +289,7 @@ def forked(rank, ranks, store, run, errors):
     if pid:
         return pid
     try:
-        os.setpgid(0, 0)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a soak that is stopped leaves no ranks
         sys.stderr = (errors / f"{rank}").open("w", buffering=1)
         dist.init_process_group(
             "gloo", store=dist.FileStore(str(store), ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
@@ -312,6 +322,8 @@ class Soak:
         self.run_of_now = {"commit": commit, "date": date.today().isoformat(), "kills": 0}
         self.results["runs"].append(self.run_of_now)
         build("llama").save_pretrained(folder / "base")
+        (folder / "key").touch(0o600)
+        (folder / "key").write_bytes(os.urandom(32))
         self.phases = mmap.mmap(-1, 2)
 
     def round(self, kind):

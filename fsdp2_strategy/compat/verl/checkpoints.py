@@ -80,6 +80,7 @@ def save(engine: Any, path: Path, *, step: int, max_num: int | None) -> None:
             path.name,
             step=engine.strategy.global_step(engine.module),
             seed=engine.strategy.seed,
+            key_file=engine.strategy.config.checkpoint_key_file,
             optimizer=engine.optimizer if "optimizer" in contents else None,
             scheduler=engine.lr_scheduler if "extra" in contents else None,
             loss_scale=asdict(scale) if trained and scale and "optimizer" in contents else None,

@@ -1,0 +1,129 @@
+"""Sign the manifest of a checkpoint with a key, and check the signature; this module does not import torch.
+
+Input: a key file, and a manifest. Output: the manifest's entry ``signature``, or an error if the entry does not match.
+
+[Note: signature] The checksums of a checkpoint (xxh3) protect against accidents; whoever can write to the directory can
+replace a file together with its checksums. With a key, each rank also computes SHA-256 digests of the blocks that it
+writes, and adds them to its checksum manifest. The entry ``signature`` has the SHA-256 digests of the checksum
+manifests, and an HMAC-SHA256 over the whole manifest with these digests. So the HMAC binds every byte of every file.
+Only rank 0 needs the key: it checks the HMAC, and the other ranks get the manifest from it. A load without the key
+ignores the signature, and compares the xxh3 checksums.
+
+A signature says that somebody with the key wrote these files as one checkpoint. It does not say that the checkpoint is
+the newest one, or which tag it had: whoever can write to the directory can delete or rename checkpoints.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fsdp2_strategy.errors import CheckpointError, DamageError
+
+SIGNATURE = "signature"
+
+_ALGORITHM = "hmac-sha256"
+_MIN_KEY_BYTES, _MAX_KEY_BYTES = 32, 1 << 20
+
+
+def read_key(key_file: str | Path) -> bytes:
+    """Read a key; one process of a job calls it.
+
+    Args:
+        key_file: a regular file of this user, which others can neither read nor write, with 32 bytes or more. Its bytes
+            are the key, line ends included. A link to such a file is accepted.
+
+    Raises:
+        CheckpointError: the file is missing, or is not such a file.
+    """
+    try:
+        fd = os.open(key_file, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would block
+    except (OSError, TypeError, ValueError) as error:
+        raise _key_error(key_file, f"it cannot be opened ({getattr(error, 'strerror', None) or error})") from error
+    try:
+        facts = os.fstat(fd)
+        problem = ""
+        if not stat.S_ISREG(facts.st_mode):
+            problem = "it is no regular file"
+        elif facts.st_uid != os.geteuid():
+            problem = f"it belongs to the user {facts.st_uid}, and this process runs as {os.geteuid()}"
+        elif facts.st_mode & 0o077:
+            problem = f"its mode is {stat.S_IMODE(facts.st_mode):04o}"
+        elif not _MIN_KEY_BYTES <= facts.st_size <= _MAX_KEY_BYTES:
+            problem = f"it has {facts.st_size} bytes"
+        if problem:
+            raise _key_error(key_file, problem)
+        return os.read(fd, _MAX_KEY_BYTES)
+    finally:
+        os.close(fd)
+
+
+def _key_error(key_file: object, problem: str) -> CheckpointError:
+    return CheckpointError(
+        f"cannot use the key file {key_file}: {problem}, expected a regular file of this user with mode 0600 and at "
+        f"least {_MIN_KEY_BYTES} bytes. Make one: (umask 077; head -c 32 /dev/urandom > {key_file})."
+    )
+
+
+def signature_of(manifest: Mapping[str, Any], checksums: Mapping[str, str], key: bytes) -> dict[str, Any]:
+    """Return the entry ``signature`` of a manifest, which must have all its other entries but ``digest``.
+
+    Args:
+        manifest: the manifest.
+        checksums: SHA-256 digest of each checksum manifest.
+        key: the key.
+    """
+    signature = {"algorithm": _ALGORITHM, "key": _name_of(key), "checksums": dict(checksums)}
+    return {**signature, "hmac": _hmac_of(manifest, signature, key)}
+
+
+def check_signature(path: Path, manifest: Mapping[str, Any], key: bytes) -> None:
+    """Check that the manifest of the checkpoint at ``path`` was signed with a key.
+
+    Raises:
+        DamageError: it has no signature, another key signed it, or the HMAC does not match its content.
+    """
+    signature = manifest.get(SIGNATURE)
+    if signature is None:
+        raise _signature_error(path, "it has no signature")
+    if not isinstance(signature, dict) or signature.get("algorithm") != _ALGORITHM:
+        raise _signature_error(path, "its signature is of an unknown kind")
+    if signature.get("key") != _name_of(key):
+        named = str(signature.get("key"))[:16]
+        raise _signature_error(path, f"it is signed with the key {named!r}, and this key is {_name_of(key)!r}")
+    given, without = signature.get("hmac"), {name: value for name, value in signature.items() if name != "hmac"}
+    expected = _hmac_of(manifest, without, key)
+    if not isinstance(given, str) or not hmac.compare_digest(given.encode(errors="replace"), expected.encode()):
+        raise _signature_error(path, "its signature does not match its manifest, which has been changed")
+    listed = signature.get("checksums")
+    if not isinstance(listed, dict) or listed.keys() != manifest["checksums"].keys():
+        raise _signature_error(path, "its signature does not have all checksum manifests")
+
+
+def _signature_error(path: Path, problem: str) -> DamageError:
+    return DamageError(
+        f"cannot trust {path}: {problem}, expected a checkpoint that this key signed. Load another checkpoint, or load "
+        "without a key file if you trust all who can write there."
+    )
+
+
+def sha256_of(content: bytes) -> str:
+    """Return the SHA-256 digest of bytes in hexadecimal digits."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def _name_of(key: bytes) -> str:
+    """Return a name of the key for messages, from which nobody can compute the key."""
+    return hmac.digest(key, b"fsdp2_strategy: name of a key", "sha256").hex()[:16]
+
+
+def _hmac_of(manifest: Mapping[str, Any], signature: Mapping[str, Any], key: bytes) -> str:
+    content = {name: value for name, value in manifest.items() if name not in ("digest", SIGNATURE)}
+    text = json.dumps([content, signature], sort_keys=True)
+    return hmac.digest(key, b"fsdp2_strategy: manifest\n" + text.encode(), "sha256").hex()
