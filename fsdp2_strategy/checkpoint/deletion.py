@@ -173,7 +173,7 @@ class _Deletion:
         return has_others
 
     def _delete_in(self, fd: int, prefix: str, mount: str) -> bool:
-        """Delete our files in an open directory; return whether it has others."""
+        """Delete our files in an open directory, and links in their place; return whether it has files of others."""
         with os.scandir(fd) as entries:
             found = sorted((entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries)
         # The random states are deleted last: they show that a directory without a manifest is ours.
@@ -184,7 +184,7 @@ class _Deletion:
             try:
                 if is_folder:
                     has_others |= self._delete_folder(fd, path, mount)
-                elif self.files is None or path in self.files or _JUNK.fullmatch(name):
+                elif self._is_ours(path) or _JUNK.fullmatch(name):
                     os.unlink(name, dir_fd=fd)
                 elif path not in (ROTATED, self.manifest):
                     has_others = True
@@ -192,13 +192,17 @@ class _Deletion:
                 self._failures.append(OSError(error.errno, error.strerror, path))
         return has_others
 
+    def _is_ours(self, path: str) -> bool:
+        """Return whether a path is that of our file, or of a directory with some of our files."""
+        return self.files is None or path in self.files or any(each.startswith(f"{path}/") for each in self.files)
+
     def _delete_folder(self, parent: int, path: str, mount: str) -> bool:
         """Delete our files in a directory, and the directory if it is empty then; return whether it has others."""
         name = path.rpartition("/")[2]
         failures = len(self._failures)
         with _opened(name, parent) as fd:
             if _mount_of(fd) != mount:
-                if self.files is None or any(each.startswith(f"{path}/") for each in self.files):
+                if self._is_ours(path):
                     raise OSError(errno.EBUSY, "it is a mount point", path)
                 return True
             has_others = self._delete_in(fd, f"{path}/", mount)

@@ -142,7 +142,7 @@ def delete_leftovers(save_dir: Path) -> None:
     recover(save_dir)
     for path, tag in _replaced_in(save_dir):
         if read_checkpoint(save_dir / tag) is not None and not (save_dir / tag).is_symlink():
-            delete(path, save_dir / tag)
+            _discard(path, save_dir / tag)
         else:
             logger.warning("keeping %s, because %s is not a checkpoint that replaces it", path, save_dir / tag)
     for path, _ in hidden_in(save_dir, PARTIAL):
@@ -258,7 +258,17 @@ def delete_replaced(save_dir: Path, tag: str) -> None:
     """
     for path, of_tag in _replaced_in(save_dir):
         if of_tag == tag:
-            delete(path, save_dir / tag)
+            _discard(path, save_dir / tag)
+
+
+def _discard(replaced: Path, final: Path) -> None:
+    """Delete a ``.replaced`` checkpoint under another name, so that `recover` never renames it back half deleted."""
+    try:
+        hidden = hide(replaced, final.name, REMOVED)
+    except OSError as error:
+        logger.warning("cannot delete %s: %s. The next save tries again.", replaced, error)
+    else:
+        delete(hidden, final)
 
 
 def warn_of_other_weights(partial: CheckpointPaths, final: Path, step: int) -> None:

@@ -55,6 +55,7 @@ from fsdp2_strategy.checkpoint.file_schemas import MANIFEST as MANIFEST_SCHEMA
 from fsdp2_strategy.checkpoint.file_schemas import MANIFEST_BYTES, damage, read_small_file
 from fsdp2_strategy.checkpoint.paths import (
     CHECKSUMS,
+    MANIFEST,
     PRETRAINED_MODEL,
     RNG,
     ROTATED,
@@ -92,8 +93,9 @@ FORMAT_VERSION = 2
 FORMAT_VERSION_OF_SEVERAL = 3
 """Of checkpoints of several models: a reader that knows only one model names the version, and not a missing folder."""
 
-_TYPICAL = (TRAINER_STATE, CHECKSUMS, RNG, f"{TRAINING_STATE}/{TRAINER_STATE}", f"{TRAINING_STATE}/{CHECKSUMS}")
-"""Entries that a directory of another kind hardly has."""
+_OF_RANK_0 = (f"{CHECKSUMS}/rank00000.json", f"{RNG}/rank00000.safetensors")
+_TYPICAL = tuple(f"{state}{name}" for state in ("", f"{TRAINING_STATE}/") for name in (TRAINER_STATE, *_OF_RANK_0))
+"""Files that a directory of another kind hardly has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +250,7 @@ def is_checkpoint(path: Path) -> bool:
     if any(exists(path / entry) for entry in _TYPICAL):
         if exists(CheckpointPaths.found_in(path).manifest) or has_only_checkpoint_entries(path.resolve()):
             return True
-        return any(exists(path / state / CHECKSUMS / "rank00000.json") for state in ("", TRAINING_STATE))
+        return any(exists(path / state / _OF_RANK_0[0]) for state in ("", TRAINING_STATE))
     return read_checkpoint(path) is not None
 
 
@@ -343,7 +345,9 @@ def problem_of(path: Path, key: bytes | None = None) -> str:
     except OSError as error:
         return f"{error.filename}: {error.strerror}"
     except DamageError as error:
-        return str(error).removeprefix(f"cannot read {path}/").removesuffix(". Load another checkpoint.")
+        is_lost = lacks_training_state(path) and not exists(path / MANIFEST)
+        text = f"{TRAINING_STATE}/ is missing" if is_lost else str(error)
+        return text.removeprefix(f"cannot read {path}/").removesuffix(". Load another checkpoint.")
     return ""
 
 

@@ -270,7 +270,7 @@ def _load_first(
         except CheckpointError as error:
             if not (error.is_agreed or isinstance(error, DamageError)):
                 raise
-            has_moved = from_rank_0(is_rank_0() and _identity(path) != identity)
+            has_moved = from_rank_0(is_rank_0() and (identity is None or _identity(path) != identity))
             if has_moved and is_first_list:
                 log("%s was deleted or replaced while it was loaded: reading the list of checkpoints again", path)
                 with all_or_none(f"find {path} again", CheckpointError):

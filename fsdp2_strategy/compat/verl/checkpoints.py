@@ -97,7 +97,7 @@ _STEP = "global_step_*"
 
 
 def _delete_files_of_verl(path: Path) -> None:
-    """Delete the files that verl added to a checkpoint that is replaced or deleted; verl writes them after a save.
+    """Delete the files that verl added to a checkpoint that is replaced or deleted; verl writes them after each save.
 
     Otherwise, they would be kept as files of others; see [Note: files of others] in `deletion`.
     """
