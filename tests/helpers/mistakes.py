@@ -48,7 +48,7 @@ from fsdp2_strategy import (
 from fsdp2_strategy.checkpoint.layout import digest_of_manifest
 from fsdp2_strategy.compat.lightrft import get_strategy
 from fsdp2_strategy.hf.staged_folder import StagedFolder
-from fsdp2_strategy.rollout import stream_weights
+from fsdp2_strategy.rollout import listen_at_free_port, stream_weights
 from helpers.folders import small_tokenizer
 from helpers.models import batch_of, build, loss_of
 from helpers.training import prepared, strategy_for, train
@@ -1644,6 +1644,31 @@ def weights_without_an_engine(folder):
     strategy = strategy_for()
     model, *_ = prepared(strategy)
     strategy.update_engine_weights(model)
+
+
+@mistake(
+    "its mode is 0644, expected a regular file of this user with mode 0600",
+    RolloutError,
+    "Other users of the host can read the secret with which trainer and engine know each other.",
+    "Make a new one, and set its mode with `chmod 600`; see [threat model](threat_model.md).",
+)
+def a_secret_that_others_can_read(folder):
+    path = folder / "secret"
+    path.write_text("0" * 64)
+    path.chmod(0o644)
+    args = {"remote_engine_address": "localhost:1", "remote_engine_secret_file": str(path)}
+    strategy_for().setup_inference_engine(args, "remote")
+
+
+@mistake(
+    "has another secret than",
+    RolloutError,
+    "The engine's process runs as another user or on another host, and has a secret file of its own.",
+    "Copy the file, and pass it as `secret_file` (`remote_engine_secret_file`) at both ends.",
+)
+def an_engine_with_another_secret(folder):
+    address = listen_at_free_port(secret="of another user, or on another host")
+    strategy_for().setup_inference_engine({"remote_engine_address": address}, "remote")
 
 
 @mistake(
