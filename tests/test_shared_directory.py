@@ -415,8 +415,15 @@ def unreadable(path, code):
             raise OSError(code, os.strerror(code), os.fspath(at))
         return scandir(at)
 
+    opened = os.open
+
+    def failing_open(at, *args, **kwargs):
+        if isinstance(at, (str, os.PathLike)) and os.fspath(at).startswith(f"{path}/"):
+            raise OSError(code, os.strerror(code), os.fspath(at))
+        return opened(at, *args, **kwargs)
+
     patches = patch.multiple(Path, **{name: failing(getattr(Path, name)) for name in names})
-    return patches, patch.object(os, "scandir", failing_scandir)
+    return patches, patch.multiple(os, scandir=failing_scandir, open=failing_open)
 
 
 @pytest.mark.ranks(1)
@@ -806,7 +813,7 @@ def test_a_load_that_meets_rotation_reads_the_list_again(tmp_path, kind, at):
         path, state = run.strategy.load_ckpt(run.model, tmp_path)
     assert Path(path) == tmp_path / run.tag(2) and state == {"saved": 1}
 
-    def vanished(path):
+    def vanished(path, key=None):
         shutil.rmtree(path)
         layout.read_manifest(path)
 

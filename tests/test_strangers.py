@@ -393,6 +393,7 @@ def test_frames_of_another_session_or_of_the_other_socket_are_not_accepted(monke
     engine = Keeper()
     with serving(engine, sessions=3) as address, closing(Wire(address)) as wire, closing(Wire(address)) as other:
         end = RemoteEngine(wire.address)
+        end.is_asleep  # noqa: B018  the server has read the handshake
         before = len(wire.sent[b"r"])
         end.generate("once")
         request = wire.sent[b"r"][before:]
