@@ -12,12 +12,12 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 
 from fsdp2_strategy import sizes
-from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.errors import CheckpointError, shown
 from fsdp2_strategy.hf.checksums import Checksums
 from fsdp2_strategy.hf.output_files import create_files, files_for, publish
 from fsdp2_strategy.hf.regions import Region
@@ -84,11 +84,26 @@ class NewFolder:
             if path.is_file() and path.suffix not in _WEIGHTS and not path.name.endswith(".index.json"):
                 shutil.copyfile(path, self._output / path.name)
         if self._dtype is not None and (self._output / CONFIG).is_file():
-            config = json.loads((self._output / CONFIG).read_text())
+            config = _configuration(self._output / CONFIG)
             if "dtype" in config or "model_type" in config:  # a LeRobot configuration may have neither
                 config["dtype"] = str(self._dtype).removeprefix("torch.")
                 (self._output / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         publish(self._output, self._files)
+
+
+def _configuration(path: Path) -> dict[str, Any]:
+    """Return the content of a ``config.json``; transformers also writes numbers that are not finite.
+
+    Raises:
+        CheckpointError: it is not a JSON object.
+    """
+    try:
+        config = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"cannot read {path}: it is not JSON ({error}). Export without --dtype.") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"cannot read {path}: it is {shown(config)}, expected an object. Export without --dtype.")
+    return config
 
 
 def copy_folder(
