@@ -55,10 +55,12 @@ def test_all_ranks_end_a_load_of_a_sealed_change_alike(layout, tmp_path, run_on)
     assert first == second
 
 
-def outcomes(run, folder):
+def outcomes(run, folder, only=None):
     """Return the outcome of each call on the checkpoint ``bad`` that is not a success; raise if one is wrong."""
     found = {}
     for name, call in calls(run, folder / "work", folder / "saved" / "good").items():
+        if only and name not in only:
+            continue
         kind, wrong = outcome(call)
         assert not wrong, f"{name}: {kind}: {wrong}"
         if kind != "success":
@@ -233,7 +235,8 @@ def test_a_hostile_file_is_refused_in_seconds(what, tmp_path):
     run.save(tmp_path / "saved", "good")
     copy_good(tmp_path / "saved", tmp_path / "work")
     HOSTILE[what](tmp_path / "work" / "bad")
-    found = outcomes(run, tmp_path)
+    is_large = what.startswith("300,000")  # each call takes a second
+    found = outcomes(run, tmp_path, only=("verify_checkpoint", "load_ckpt") if is_large else None)
     logging.getLogger("fsdp2_strategy").setLevel(logging.NOTSET)
     assert "load_ckpt" in found, found
     assert "good" in {c.tag for c in list_checkpoints(tmp_path / "work")}

@@ -216,8 +216,10 @@ def _problem_of_block(block: list[Any], size: int, max_bytes: int) -> str:
     if len(block) not in (3, 5):
         return "does not have 3 or 5 entries"
     begin, end, digest, *strided = block
-    if type(begin) is not int or type(end) is not int or not 0 <= begin < end <= size or end - begin > max_bytes:
-        return f"does not begin and end in the file's {size:,} bytes, with at most {max_bytes:,} bytes"
+    if type(begin) is not int or type(end) is not int or not 0 <= begin < end <= size:
+        return f"does not begin and end in the file's {size:,} bytes"
+    if end - begin > max_bytes:
+        return f"has more than {max_bytes} bytes"
     try:
         hexadecimal(digest)
     except InvalidError:

@@ -15,13 +15,13 @@ from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.log import log
-from fsdp2_strategy.errors import CheckpointError, DamageError
+from fsdp2_strategy.errors import CheckpointError, DamageError, shown
 from fsdp2_strategy.hf.checksums import Checksums
 from fsdp2_strategy.hf.output_files import create_files, files_for, write_index
 from fsdp2_strategy.hf.regions import Region
@@ -100,7 +100,7 @@ class NewFolder:
         for path in sidecars:
             _copy_file(path, folder / path.name, checksums)
         if self._dtype is not None and (folder / CONFIG).is_file():
-            config = json.loads((folder / CONFIG).read_text())
+            config = _configuration(folder / CONFIG)
             if "dtype" in config or "model_type" in config:  # a LeRobot configuration may have neither
                 config["dtype"] = str(self._dtype).removeprefix("torch.")
                 (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
@@ -115,6 +115,21 @@ def sidecars_in(folder: Path) -> list[Path]:
         for path in folder.iterdir()
         if path.is_file() and path.suffix not in _WEIGHTS and not path.name.endswith(".index.json")
     )
+
+
+def _configuration(path: Path) -> dict[str, Any]:
+    """Return the content of a ``config.json``; transformers also writes numbers that are not finite.
+
+    Raises:
+        CheckpointError: it is not a JSON object.
+    """
+    try:
+        config = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"cannot read {path}: it is not JSON ({error}). Export without --dtype.") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"cannot read {path}: it is {shown(config)}, expected an object. Export without --dtype.")
+    return config
 
 
 def copy_folder(

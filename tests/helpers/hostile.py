@@ -25,6 +25,7 @@ from fsdp2_strategy.cli import main
 from fsdp2_strategy.data import ResumableLoader
 from fsdp2_strategy.errors import CheckpointError, DataError
 from fsdp2_strategy.hf.checksums import blocks_of, digest_of
+from fsdp2_strategy.hf.safetensors_format import DTYPES
 from fsdp2_strategy.vla import LeRobotLayout
 
 DEEP = "@deep@"
@@ -37,6 +38,8 @@ VALUES = [
 """What an entry is replaced by."""
 RAW = re.compile(r"\b(?!CheckpointError|DamageError)(?:[A-Z]\w*(?:Error|Exception)|StopIteration)(?:\(|: )")
 """An error of Python or of another library in the text of one of ours."""
+SAME_SIZE = [[name for name, dtype in DTYPES.items() if dtype.itemsize == size] for size in (1, 2, 4, 8)]
+"""Dtypes that a tensor may be said to have without another length."""
 SECONDS = 6
 """Limit for one call on one checkpoint, on a busy machine."""
 
@@ -162,7 +165,7 @@ def change_json(text, random_, kinds=("replace", "replace", "replace", "delete",
 def change_header(content, random_):
     length = int.from_bytes(content[:8], "little")
     header, data = content[8 : 8 + length], content[8 + length :]
-    what = random_.randrange(8)
+    what = random_.randrange(9)
     if what == 0:
         wrong = random_.choice([0, 1, 2**32, 2**63, length - 1, length + 8, len(content)])
         return wrong.to_bytes(8, "little") + header + data, f"length {wrong}"
@@ -178,6 +181,12 @@ def change_header(content, random_):
         names = [name for name in value if name != "__metadata__"]
         value[random_.choice(["y" * 2_000_000, "\ud800", "\n", "a" * 900])] = value.pop(random_.choice(names))
         text, said = json.dumps(value), "another name"
+    elif what == 3:
+        value = json.loads(header)
+        entry = value[random_.choice([name for name in value if name != "__metadata__"])]
+        same = [names for names in SAME_SIZE if entry["dtype"] in names]
+        entry["dtype"] = random_.choice(same[0] if same else list(DTYPES))
+        text, said = json.dumps(value), f"dtype {entry['dtype']}"
     else:
         text, said = change_json(header, random_)
     encoded = text.encode()
@@ -279,7 +288,9 @@ def calls(run, folder, good):
 
     def exported():
         shutil.rmtree(out, ignore_errors=True)
-        command("export", "-q", *(["--model", "actor"] if run.layout == "several" else []), bad, out)
+        command(
+            "export", "-q", "--dtype", "bfloat16", *(["--model", "actor"] if run.layout == "several" else []), bad, out
+        )
 
     return {
         "list_checkpoints": listed,
