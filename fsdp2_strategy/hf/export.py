@@ -138,7 +138,7 @@ def save_all_weights(
         check_usable(root)
         check_tokenizer(root, tokenizer)
         name = class_name(root)
-        folder = Path(output_dir)
+        folder = Path(output_dir).expanduser()
         _check_arguments(kwargs)
         suffix = f".{kwargs['variant']}" if kwargs.get("variant") else ""
         reshard(root)
@@ -213,7 +213,7 @@ def save_adapters(
         check_usable(root)
         check_tokenizer(root, tokenizer)
         name = class_name(root)
-        folder = Path(output_dir)
+        folder = Path(output_dir).expanduser()
         _check_arguments(kwargs)
         if kwargs.get("variant") or not kwargs.get("save_original_format", True):
             raise CheckpointError(
