@@ -864,6 +864,9 @@ def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
     assert run.strategy.load_ckpt(run.model, Path("~/run"))[0] == str(tmp_path / "run" / "a")
     assert verify_checkpoint("~/run/a").ok
     assert main(["ls", "-q", "~/run"]) == 0
+    run.strategy.save_model(run.model, output_dir="~/export")
+    dist.barrier()
+    assert (tmp_path / "export" / "model.safetensors").is_file()
     with pytest.raises(CheckpointError, match="the directory is '~nobody-here/run'"):
         run.strategy.save_ckpt(run.model, "~nobody-here/run")
 

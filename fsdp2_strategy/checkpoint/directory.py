@@ -67,8 +67,13 @@ NOT_CHECKPOINTS = (LOCK, *(f".*{suffix}/*" for suffix in (PARTIAL, REPLACED, REM
 """Patterns of the other files in a directory of checkpoints: the lock, saves in flight, and deletions."""
 
 
+def partial_path(save_dir: Path, tag: str) -> Path:
+    """Return the directory that a save of ``tag`` writes to before the commit, unless an earlier one is left there."""
+    return save_dir / f".{tag}{PARTIAL}"
+
+
 def free_partial_path(save_dir: Path, tag: str) -> Path:
-    """Return the directory that a save of ``tag`` writes to before the commit, under a name that nothing has yet."""
+    """Return `partial_path`, or another name if something has this one; see [Note: hidden names]."""
     return hidden_path(save_dir, tag, PARTIAL)
 
 

@@ -188,7 +188,7 @@ def save_all_weights(
         check_usable(root)
         check_tokenizer(root, tokenizer)
         name = class_name(root)
-        staged = StagedFolder(Path(output_dir))
+        staged = StagedFolder(Path(output_dir).expanduser())
         _check_arguments(kwargs)
         suffix = f".{kwargs['variant']}" if kwargs.get("variant") else ""
         reshard(root)
@@ -273,7 +273,7 @@ def save_adapters(
         check_usable(root)
         check_tokenizer(root, tokenizer)
         name = class_name(root)
-        staged = StagedFolder(Path(output_dir))
+        staged = StagedFolder(Path(output_dir).expanduser())
         _check_arguments(kwargs)
         if kwargs.get("variant") or not kwargs.get("save_original_format", True):
             raise CheckpointError(

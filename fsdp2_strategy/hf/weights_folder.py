@@ -84,7 +84,7 @@ def open_folder(
     Raises:
         CheckpointError: the folder does not exist, it contains no weights, or its index is invalid.
     """
-    path = Path(path)
+    path = Path(path).expanduser()
     chosen = path
     if path.is_dir():
         known = [path / name for name in (WEIGHTS, INDEX) if belongs is None or belongs(path / name)]

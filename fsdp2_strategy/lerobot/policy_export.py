@@ -58,7 +58,7 @@ def save_policy(
         CheckpointError: on every rank, if an object cannot be saved; if the policy has adapters and the folder contains
             full weights, or the reverse; or if `save_model` would raise.
     """
-    folder = Path(output_dir)
+    folder = Path(output_dir).expanduser()
     with all_or_none("export a policy", CheckpointError):
         root = unwrap_model(policy)
         adapted = is_peft_model(root)

@@ -10,6 +10,7 @@ import copy
 import errno
 import json
 import os
+import shutil
 import sys
 import time
 from argparse import Namespace
@@ -49,6 +50,7 @@ from fsdp2_strategy.checkpoint.layout import digest_of_manifest
 from fsdp2_strategy.compat.lightrft import get_strategy
 from fsdp2_strategy.hf.staged_folder import StagedFolder
 from fsdp2_strategy.rollout import listen_at_free_port, stream_weights
+from fsdp2_strategy.vla import LeRobotLayout
 from helpers.folders import small_tokenizer
 from helpers.models import batch_of, build, loss_of
 from helpers.training import prepared, strategy_for, train
@@ -1323,6 +1325,34 @@ def a_newest_checkpoint_without_manifest(folder):
     train(strategy, model, optimizer, scheduler, range(1))
     strategy.save_ckpt(model, folder / "ckpts")
     on_rank_0((folder / "ckpts" / "global_step2" / "manifest.json").unlink)
+    strategy.load_ckpt(model, folder / "ckpts")
+
+
+@mistake(
+    "is a symbolic link, expected a new name or a checkpoint to replace",
+    CheckpointError,
+    "The tag of a save is the name of a link that somebody made.",
+    "Choose another tag, or remove the link. A load may name it.",
+)
+def a_tag_that_is_a_link(folder):
+    strategy, model, *_ = saved(folder)
+    on_rank_0(lambda: (folder / "ckpts" / "best").symlink_to("global_step1"))
+    strategy.save_ckpt(model, folder / "ckpts", "best")
+
+
+@mistake(
+    "training_state/ is missing. Pass fallback=True to load an older checkpoint",
+    CheckpointError,
+    "The newest checkpoint in the layout of LeRobot or of transformers' Trainer has lost its training state.",
+    "Restore `training_state/`, or pass `fallback=True`.",
+)
+def a_newest_checkpoint_without_training_state(folder):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy)
+    layout = LeRobotLayout(total_steps=9, batch_size=1)
+    for tag in ("000001", "000002"):
+        strategy.save_ckpt(model, folder / "ckpts", tag, layout=layout)
+    on_rank_0(lambda: shutil.rmtree(folder / "ckpts" / "000002" / "training_state"))
     strategy.load_ckpt(model, folder / "ckpts")
 
 
