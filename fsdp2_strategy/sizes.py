@@ -13,7 +13,7 @@ from __future__ import annotations
 BLOCK_BYTES = 16 << 20
 """Maximum size of a block of a file: a block has one checksum, and one thread reads or writes it at a time."""
 CACHED_BYTES = 256 << 10
-"""Bytes that are hashed and written, or read and hashed, at a time; few enough for the processor's cache."""
+"""Bytes that are hashed and written or sent, or read and hashed, at a time; few enough for the processor's cache."""
 SMALL_WRITE_BYTES = 256 << 10
 """Tensors up to this size that are adjacent in a file are copied into one buffer and written together."""
 SCRATCH_BYTES = 8 << 20
@@ -60,8 +60,6 @@ HEADER_BYTES = 64 << 20
 """Maximum size of the header of a message between a trainer and a remote engine."""
 MESSAGE_TENSORS = 1 << 16
 """Maximum number of tensors in such a message."""
-MAC_BYTES = 8 << 20
-"""Bytes of a received tensor that are authenticated while the next ones are received."""
 COMPARED_BYTES = 8 << 20
 """Bytes of a shard, in the dtype in which it is sent, that are compared at a time with its last version."""
 GATHER_BYTES = 256 << 20

@@ -659,6 +659,20 @@ def test_a_trainer_that_begins_a_message_and_stops_leaves_the_engine_to_the_next
         assert is_free(address)
 
 
+def test_a_limit_and_a_path_that_cannot_be_are_errors():
+    for wrong in (0, -1, "600", float("nan"), True):
+        for use in (RemoteEngine, lambda address, **options: serve(Keeper(), address, **options)):
+            with pytest.raises(RolloutError, match=r"progress_seconds is .*, expected a number above 0 or None"):
+                use("localhost:1", progress_seconds=wrong)
+    for path in (3, "~nobody-of-this-name/secret"):
+        with pytest.raises(RolloutError, match="cannot use a secret file: its path is"):
+            RemoteEngine("localhost:1", secret_file=path)
+    with serving(Keeper(), progress_seconds=float("inf")) as address:
+        end = RemoteEngine(address, progress_seconds=None)
+        assert end.generate() == 1
+        end.close()
+
+
 def test_a_trainer_that_thinks_between_messages_is_not_lost():
     def slow():
         for i in range(3):

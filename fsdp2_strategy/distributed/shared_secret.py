@@ -78,7 +78,12 @@ def shared_secret(secret: str | None, file: str | Path | None, error: type[FSDP2
             )
         return SharedSecret(secret.encode(), "the argument secret")
     if file is not None:
-        path = Path(file).expanduser()
+        try:
+            path = Path(file).expanduser()
+        except (TypeError, RuntimeError) as failure:
+            raise error(
+                f"cannot use a secret file: its path is {file!r} ({failure}), expected the path of a file. Correct it."
+            ) from failure
         return SharedSecret(_read(path, error), str(path))
     try:
         path = default_secret_file()

@@ -31,7 +31,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from hmac import HMAC, compare_digest
 from io import BufferedReader
@@ -57,7 +57,6 @@ from fsdp2_strategy.rollout.handshake import (
     HalfOpen,
     Keys,
     RefusedError,
-    authenticated,
     greet_engine,
     greet_trainer,
     read_exactly,
@@ -73,6 +72,9 @@ _RETRY_SECONDS = 0.1
 _REPORT_SECONDS = 10.0
 """Time between two log records about strangers."""
 _BUFFER_BYTES = 1 << 20
+"""Maximum number of bytes that are sent together."""
+_DIRECT_BYTES = 1 << 16
+"""More bytes than these are sent and received without a copy in a buffer."""
 _BACKLOG = 128
 """Maximum number of trainers that wait."""
 _HALF_OPEN = 64
@@ -506,7 +508,7 @@ class Connection:
         self._reason = ""
         self._requests.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._output = _Output(self._requests)
-        self._input = BufferedReader(socket.SocketIO(self._requests, "r"), _BUFFER_BYTES)
+        self._input = BufferedReader(socket.SocketIO(self._requests, "r"), _DIRECT_BYTES)
         threading.Thread(target=self._watch, daemon=True).start()
 
     def send(self, header: Mapping[str, Any], tensors: Sequence[torch.Tensor] = (), *, flush: bool = True) -> None:
@@ -540,11 +542,12 @@ class Connection:
             if memories:
                 mac = self._keys.sending.begin()
                 for memory in memories:
-                    with authenticated(mac, memory):
-                        self._output.write(memory)
+                    for part in _parts(memory):  # few enough bytes for the processor's cache
+                        mac.update(part)
+                        self._output.write(part)
                 self._output.write(mac.digest())
             # The other end may wait for the rest of a message only for a limited time.
-            if flush or nbytes > _BUFFER_BYTES:
+            if flush or nbytes > _DIRECT_BYTES:
                 self._output.flush()
 
     def receive(self, within_seconds: float | None = None) -> tuple[dict[str, Any], list[torch.Tensor]]:
@@ -586,16 +589,12 @@ class Connection:
         return data
 
     def _read_tensor(self, dtype: torch.dtype, shape: list[int], mac: HMAC) -> torch.Tensor:
-        """Read a tensor; add its bytes to a MAC while the next ones are received."""
+        """Read a tensor, and add its bytes to a MAC."""
         tensor = torch.empty(shape, dtype=dtype, device="cpu")
-        memory = memory_of(tensor)
-        with ExitStack() as previous:
-            for start in range(0, memory.nbytes, sizes.MAC_BYTES):
-                part = memory[start : start + sizes.MAC_BYTES]
-                if self._input.readinto(part) < part.nbytes:
-                    raise ConnectionError(CLOSED)
-                previous.close()  # parts are added in their order
-                previous.enter_context(authenticated(mac, part))
+        for part in _parts(memory_of(tensor)):
+            if self._input.readinto(part) < part.nbytes:
+                raise ConnectionError(CLOSED)
+            mac.update(part)
         return tensor
 
     def _check_tag(self, expected: bytes) -> None:
@@ -668,7 +667,8 @@ class _Output:
         """Send bytes, or keep them until the next `flush`."""
         if len(self._buffer) + len(data) > _BUFFER_BYTES:
             self.flush()
-        if len(data) > _BUFFER_BYTES:
+        if len(data) > _DIRECT_BYTES:
+            self.flush()
             self._send(memoryview(data))
         else:
             self._buffer += data
@@ -684,6 +684,11 @@ class _Output:
         sent = 0
         while sent < len(data):
             sent += self._socket.send(data[sent : sent + _BUFFER_BYTES])
+
+
+def _parts(memory: memoryview) -> Iterator[memoryview]:
+    for start in range(0, memory.nbytes, sizes.CACHED_BYTES):
+        yield memory[start : start + sizes.CACHED_BYTES]
 
 
 @contextmanager

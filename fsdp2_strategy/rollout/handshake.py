@@ -21,10 +21,8 @@ import secrets
 import socket
 import ssl
 import struct
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 
 from fsdp2_strategy.distributed.shared_secret import SharedSecret
@@ -39,8 +37,6 @@ _NAME_BYTES, _GREETING_BYTES = 16, 48
 _ID_BYTES, _NONCE_BYTES = 16, 32
 _MOST_UNREAD_BYTES = 1 << 12
 _REFUSED = bytes(TAG_BYTES)
-_PARALLEL_BYTES = 1 << 20
-"""Data of at least this size is authenticated by another thread while it is sent or received."""
 
 
 class RefusedError(Exception):
@@ -86,21 +82,6 @@ class Keys:
 
     sending: FrameKey
     receiving: FrameKey
-
-
-@contextmanager
-def authenticated(mac: hmac.HMAC, memory: memoryview) -> Iterator[None]:
-    """Add bytes to a MAC; if they are many, do so in another thread during the block."""
-    if memory.nbytes < _PARALLEL_BYTES:
-        mac.update(memory)
-        yield
-        return
-    thread = threading.Thread(target=mac.update, args=(memory,), daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
 
 
 # --- both ends -------------------------------------------------------------------------------------------------------

@@ -96,9 +96,9 @@ class RemoteEngine:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._where = peer_name(address, peer)
-        self._progress_seconds = progress_seconds
+        self._progress_seconds = _checked_limit(progress_seconds)
         credentials = credentials_of(secret, secret_file, tls)
-        self._connection = connect(address, peer, credentials, timeout_seconds, progress_seconds)
+        self._connection = connect(address, peer, credentials, timeout_seconds, self._progress_seconds)
         self._turn = threading.Lock()
         self._lost: str | None = None
         self._sleeps = False
@@ -274,7 +274,7 @@ def serve(
         RolloutError: the address is invalid or in use, the secret cannot be used, an argument cannot be allowed, or the
             store of the default group is unreachable.
     """
-    allowed = checked_names(allowed_arguments)
+    allowed, progress_seconds = checked_names(allowed_arguments), _checked_limit(progress_seconds)
     name = f"rank {peer}" if address is None else f"connected to {address}"
     listener = listen(address, peer, {"secret": secret, "secret_file": secret_file, "tls": tls})
     connection = listener.accept(timeout_seconds, progress_seconds)
@@ -288,6 +288,17 @@ def serve(
         logger.warning("the connection to the trainer (%s) is lost: %s", name, error)
     finally:
         connection.close()
+
+
+def _checked_limit(progress_seconds: float | None) -> float | None:
+    """Return a limit, or None for an infinite one."""
+    is_number = isinstance(progress_seconds, int | float) and not isinstance(progress_seconds, bool)
+    if progress_seconds is not None and not (is_number and progress_seconds > 0):
+        raise RolloutError(
+            f"cannot limit the progress of messages: progress_seconds is {progress_seconds!r}, expected a number above "
+            "0 or None. Pass 600, for example."
+        )
+    return None if progress_seconds is None or progress_seconds > threading.TIMEOUT_MAX else float(progress_seconds)
 
 
 # --- the server's end ------------------------------------------------------------------------------------------------
@@ -456,7 +467,7 @@ def _remote_engine(args: Any, actor: nn.Module | None, _dtype: torch.dtype | Non
         address,
         peer=peer,
         timeout_seconds=float(option(args, "remote_engine_timeout_seconds", 60.0)),
-        progress_seconds=float(option(args, "remote_engine_progress_seconds", PROGRESS_SECONDS)),
+        progress_seconds=option(args, "remote_engine_progress_seconds", PROGRESS_SECONDS),
         secret_file=option(args, "remote_engine_secret_file", None),
         tls=_client_tls(option(args, "remote_engine_tls_ca_file", None)),
     )
