@@ -440,6 +440,8 @@ def test_a_trainer_cannot_make_an_engine_run_code_or_open_files(tmp_path):
         ([ids], {"max_new_tokens": -1}),
         ([ids], {"num_return_sequences": 10**9}),
         ([ids], {"temperature": float("inf")}),
+        ([ids], {"top_p": float("nan")}),
+        ([ids], {"temperature": 10**400}),
         ([ids], {"attention_mask": str(folder)}),
         ([ids], {"do_sample": "yes"}),
         ([], {"input_ids": [[1]], "sampling_params": {"custom_params": {}}}),

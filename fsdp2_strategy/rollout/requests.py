@@ -12,7 +12,6 @@ allowed.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +45,7 @@ def _is_integer(value: Any, least: int = -_LARGEST, most: int = _LARGEST) -> boo
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and abs(value) <= _LARGEST
+    return type(value) in (int, float) and abs(value) <= _LARGEST  # not infinite, not NaN
 
 
 def _is_text(value: Any) -> bool:
