@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
@@ -826,6 +827,7 @@ def save_for_ever(kind, folder):
     run = Run(kind, folder)
     for number in range(1, 10**6):
         run.save(number % 7, max_num=1 + number % 2)
+        time.sleep(0.1)
 
 
 @pytest.mark.full

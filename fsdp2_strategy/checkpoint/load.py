@@ -244,12 +244,16 @@ def load_checkpoint(
     return loaded
 
 
+_LISTS = 3
+"""How often the list of checkpoints is read if a run deletes those that are loaded."""
+
+
 def _load_first(
     request: _LoadRequest, paths: Sequence[Path], others: Sequence[str], find_again: Callable[[], list[Path]]
 ) -> LoadedCheckpoint:
     """Load the first of several checkpoints that is intact; collective.
 
-    If a run that saves meanwhile deletes or replaces a checkpoint, its list is read again, once.
+    If a run that saves meanwhile deletes or replaces a checkpoint, the list is read again, up to `_LISTS` times in all.
 
     Args:
         request: the objects to restore.
@@ -260,7 +264,7 @@ def _load_first(
     Raises:
         CheckpointError, DamageError: see `load_checkpoint`.
     """
-    is_first_list = True
+    lists_left = _LISTS - 1
     remaining = list(paths)
     while True:
         path = remaining.pop(0)
@@ -271,11 +275,11 @@ def _load_first(
             if not (error.is_agreed or isinstance(error, DamageError)):
                 raise
             has_moved = from_rank_0(is_rank_0() and (identity is None or _identity(path) != identity))
-            if has_moved and is_first_list:
+            if has_moved and lists_left:
                 log("%s was deleted or replaced while it was loaded: reading the list of checkpoints again", path)
                 with all_or_none(f"find {path} again", CheckpointError):
                     found = find_again() if is_rank_0() else []
-                is_first_list, remaining = False, from_rank_0(found)
+                lists_left, remaining = lists_left - 1, from_rank_0(found)
                 if remaining:
                     continue
             if has_moved:
