@@ -153,3 +153,21 @@ def test_a_file_that_is_replaced_between_two_reads_is_an_error(tmp_path):
     assert read_file(tmp_path / "a", 11) == b"y" * 11
     with pytest.raises(OSError, match="at most 10"):
         read_file(tmp_path / "a", 10)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("number", "times"),
+    some_rows([(errno.ESTALE, 2), (errno.ESTALE, 99), (errno.EACCES, 99)], [(errno.ESTALE, 2), (errno.EACCES, 99)]),
+)
+def test_a_directory_that_cannot_be_looked_at_is_not_one_without_checkpoints(number, times, tmp_path):
+    strategy, model, *_ = two_checkpoints(tmp_path / "run")
+    with failing("stat", number, times if dist.get_rank() == 0 else 0, on=lambda path: path == str(tmp_path / "run")):
+        if times < 4:
+            assert strategy.load_ckpt(model, tmp_path / "run", load_module_only=True)[0] == str(
+                tmp_path / "run" / "new"
+            )
+        else:
+            with pytest.raises(CheckpointError, match="cannot be looked at"):
+                strategy.load_ckpt(model, tmp_path / "run", load_module_only=True)
+    assert strategy.load_ckpt(model, tmp_path / "missing")[0] is None

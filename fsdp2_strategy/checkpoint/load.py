@@ -94,7 +94,7 @@ from fsdp2_strategy.distributed.process_group import (
     world_size,
 )
 from fsdp2_strategy.errors import ArgumentError, CheckpointError, DamageError, did_you_mean
-from fsdp2_strategy.hf.file_reads import read_repeats
+from fsdp2_strategy.hf.file_reads import read_repeats, repeated
 from fsdp2_strategy.hf.load_plan import LoadReport
 from fsdp2_strategy.hf.regions import Region, sources_of
 from fsdp2_strategy.hf.replicated_reads import divide_reads
@@ -660,6 +660,7 @@ def _find(load_dir: Path, tag: str | None, *, fallback: bool, trust: bool) -> tu
             there is no checkpoint here, but one level above or below.
         DamageError: the newest checkpoint has no valid manifest, and ``fallback`` is false.
     """
+    _check_reachable(load_dir)
     foreign_path = load_dir if tag is None else load_dir / tag
     if tag is None and _is_link_to_checkpoint(load_dir):
         load_dir, tag = load_dir.parent, load_dir.name
@@ -674,6 +675,24 @@ def _find(load_dir: Path, tag: str | None, *, fallback: bool, trust: bool) -> tu
     if foreign is None:
         _check_nearby(load_dir)
     return [], foreign
+
+
+def _check_reachable(path: Path) -> None:
+    """Raise if nobody can say whether a directory exists: a run that starts afresh would overwrite its checkpoints.
+
+    Raises:
+        CheckpointError: for example, the server of the file system does not answer.
+    """
+    try:
+        repeated(path, path.stat)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except (OSError, ValueError) as error:
+        problem = getattr(error, "strerror", None) or error
+        raise CheckpointError(
+            f"cannot load from {path}: it cannot be looked at ({problem}), expected a directory, or nothing. Check the "
+            "path, its permissions, and the file system."
+        ) from error
 
 
 def _is_link_to_checkpoint(path: Path) -> bool:
