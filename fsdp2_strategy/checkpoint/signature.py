@@ -18,13 +18,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import os
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fsdp2_strategy.errors import CheckpointError, DamageError
+from fsdp2_strategy.private_files import NotPrivateError, read_private_file
 
 SIGNATURE = "signature"
 
@@ -43,32 +42,12 @@ def read_key(key_file: str | Path) -> bytes:
         CheckpointError: the file is missing, or is not such a file.
     """
     try:
-        fd = os.open(key_file, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would block
-    except (OSError, TypeError, ValueError) as error:
-        raise _key_error(key_file, f"it cannot be opened ({getattr(error, 'strerror', None) or error})") from error
-    try:
-        facts = os.fstat(fd)
-        problem = ""
-        if not stat.S_ISREG(facts.st_mode):
-            problem = "it is no regular file"
-        elif facts.st_uid != os.geteuid():
-            problem = f"it belongs to the user {facts.st_uid}, and this process runs as {os.geteuid()}"
-        elif facts.st_mode & 0o077:
-            problem = f"its mode is {stat.S_IMODE(facts.st_mode):04o}"
-        elif not _MIN_KEY_BYTES <= facts.st_size <= _MAX_KEY_BYTES:
-            problem = f"it has {facts.st_size} bytes"
-        if problem:
-            raise _key_error(key_file, problem)
-        return os.read(fd, _MAX_KEY_BYTES)
-    finally:
-        os.close(fd)
-
-
-def _key_error(key_file: object, problem: str) -> CheckpointError:
-    return CheckpointError(
-        f"cannot use the key file {key_file}: {problem}, expected a regular file of this user with mode 0600 and at "
-        f"least {_MIN_KEY_BYTES} bytes. Make one: (umask 077; head -c 32 /dev/urandom > {key_file})."
-    )
+        return read_private_file(key_file, _MIN_KEY_BYTES, _MAX_KEY_BYTES, follow_link=True)
+    except NotPrivateError as problem:
+        raise CheckpointError(
+            f"cannot use the key file {key_file}: {problem}, expected a regular file of this user with mode 0600 and "
+            f"at least {_MIN_KEY_BYTES} bytes. Make one: (umask 077; head -c 32 /dev/urandom > {key_file})."
+        ) from problem
 
 
 def signature_of(manifest: Mapping[str, Any], checksums: Mapping[str, str], key: bytes) -> dict[str, Any]:

@@ -11,17 +11,16 @@ read or written is refused, and so is a symbolic link, which could lead to one.
 
 from __future__ import annotations
 
-import errno
 import hmac
 import logging
 import os
 import secrets
-import stat
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from fsdp2_strategy.errors import FSDP2StrategyError
+from fsdp2_strategy.private_files import NotPrivateError, read_private_file
 
 LEAST_BYTES = 32
 """Minimum length of a secret."""
@@ -117,33 +116,13 @@ def _create(path: Path) -> None:
 
 def _read(path: Path, error: type[FSDP2StrategyError]) -> bytes:
     """Read a secret from a file that only this user can read and write."""
-
-    def refusal(found: str, fix: str = _FIX) -> FSDP2StrategyError:
-        return error(
-            f"cannot use the secret file {path}: {found}, expected a regular file of this user with mode 0600 and at "
-            f"least {LEAST_BYTES} bytes. {fix}"
-        )
-
     try:
-        # O_NONBLOCK: a named pipe must not wait for a writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except (OSError, ValueError) as failure:
-        found = "it is a symbolic link" if getattr(failure, "errno", None) == errno.ELOOP else str(failure)
-        raise refusal(found) from failure
-    try:
-        facts = os.fstat(descriptor)
-        if not stat.S_ISREG(facts.st_mode):
-            raise refusal("it is not a regular file")
-        if facts.st_uid != os.geteuid():
-            raise refusal(f"it belongs to user {facts.st_uid}, and this process to user {os.geteuid()}")
-        if facts.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-            mode = f"its mode is {stat.S_IMODE(facts.st_mode):04o}"
-            raise refusal(mode, "Others may have read it: make a new one, and set its mode with chmod 600.")
-        content = os.read(descriptor, _MOST_BYTES + 1).strip()
-    except OSError as failure:
-        raise refusal(str(failure)) from failure
-    finally:
-        os.close(descriptor)
-    if not LEAST_BYTES <= len(content) <= _MOST_BYTES:
-        raise refusal(f"it has {len(content) if len(content) <= _MOST_BYTES else f'over {_MOST_BYTES}'} bytes")
-    return content
+        secret = read_private_file(path, LEAST_BYTES, _MOST_BYTES, follow_link=False).strip()
+        if len(secret) < LEAST_BYTES:
+            raise NotPrivateError(f"it has {len(secret)} bytes besides white space")
+    except NotPrivateError as problem:
+        raise error(
+            f"cannot use the secret file {path}: {problem}, expected a regular file of this user with mode 0600 and at "
+            f"least {LEAST_BYTES} bytes. {_FIX}"
+        ) from problem
+    return secret
