@@ -148,7 +148,8 @@ def test_a_changed_byte_of_any_file_is_refused_whoever_makes_the_checksums_match
         reseal(path)
         run_on(2, loaded, folder=tmp_path, key=key, kind=kind, refusal="does not match its manifest")
         assert not verify_checkpoint(path, key_file=key).ok
-        assert verify_checkpoint(path).ok, "xxh3 is no signature"
+        # A changed number may be one that no save writes, but xxh3 is no signature.
+        assert not any("checksum" in problem for problem in verify_checkpoint(path).problems)
         shutil.rmtree(path)
         shutil.copytree(kept, path)
 

@@ -73,6 +73,7 @@ def test_no_other_table_of_models_is_kept():
         "checkpoint/background_save.py": {"_background_groups"},
         "model/state.py": {"_states"},
         "model/master_weights.py": {"_optimizers"},
+        "distributed/background_store.py": {"_stores"},
         "distributed/process_group.py": {"_full_trainers", "_group_counts", "_joined"},
         "hf/meta/recorded_init.py": {"_recordings"},
         "vla/epochs.py": {"_original_seeds"},
