@@ -101,13 +101,17 @@ def test_a_read_that_fails_for_a_moment_does_not_go_back_a_checkpoint(call, numb
 def test_a_read_that_goes_on_failing_on_one_rank_is_an_error_or_a_fallback_on_all(number, times, tmp_path):
     strategy, model, *_ = two_checkpoints(tmp_path)
     on = on_rank(1, "new/model/model.safetensors")
-    with failing("preadv", number, times, on=on), pytest.raises(DamageError, match=os.strerror(number)):
-        strategy.load_ckpt(model, tmp_path)
-    with failing("preadv", number, times, on=on) as messages:
-        path, _ = strategy.load_ckpt(model, tmp_path, fallback=True)
-    assert Path(path).name == "old"
-    expected = {errno.ESTALE: 3, errno.EIO: 1, errno.EACCES: 0}[number] if dist.get_rank() == 1 else 0
-    assert len([text for text in messages if "reading it again" in text]) == expected
+    repeats = []
+    for fallback in (True, False):
+        with failing("preadv", number, times, on=on) as messages, patch.dict(file_reads._failing, clear=True):
+            if fallback:
+                path, _ = strategy.load_ckpt(model, tmp_path, fallback=True)
+                assert Path(path).name == "old"
+            else:
+                with pytest.raises(DamageError, match=os.strerror(number)):
+                    strategy.load_ckpt(model, tmp_path)
+        repeats.append(len([text for text in messages if "reading it again" in text]))
+    assert repeats == [{errno.ESTALE: 3, errno.EIO: 1, errno.EACCES: 0}[number] if dist.get_rank() == 1 else 0] * 2
 
 
 @pytest.mark.ranks(2)
@@ -171,3 +175,24 @@ def test_a_directory_that_cannot_be_looked_at_is_not_one_without_checkpoints(num
             with pytest.raises(CheckpointError, match="cannot be looked at"):
                 strategy.load_ckpt(model, tmp_path / "run", load_module_only=True)
     assert strategy.load_ckpt(model, tmp_path / "missing")[0] is None
+
+
+def test_a_directory_that_goes_on_failing_is_looked_at_again_and_again_without_pauses(tmp_path):
+    (tmp_path / "lost" / "found").mkdir(parents=True)
+    (tmp_path / "file").write_text("x")
+    original = os.scandir
+
+    def scandir(path="."):
+        if str(path).startswith(str(tmp_path / "lost")):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return original(path)
+
+    inside = lambda path: path.startswith(str(tmp_path / "lost"))  # noqa: E731
+    with failing("stat", errno.ESTALE, 10**6, on=inside) as messages, patch.object(os, "scandir", scandir):
+        for number in range(20):
+            with pytest.raises(OSError, match="Stale"):
+                file_reads.repeated(tmp_path / "lost" / "found" / str(number), (tmp_path / "lost" / str(number)).stat)
+    assert len(messages) == len(file_reads.PAUSES)
+    with failing("stat", errno.ESTALE, 1) as messages:
+        assert file_reads.repeated(tmp_path / "file", (tmp_path / "file").stat).st_size == 1
+    assert len(messages) == 1, "other directories are still read again"

@@ -5,13 +5,16 @@ what is wrong with the file. This module does not import torch.
 
 [Note: transient errors] A network file system can fail a read that would succeed a moment later, for example with
 ESTALE after a failover of the server. Such a read is repeated, after the file was opened again. Each repetition is
-logged and counted. EIO is repeated only once per file, because it also means that a disk is failing.
+logged and counted. EIO is repeated only once per file, because it also means that a disk is failing. Where reads go on
+failing, such as in a directory of another user on a server that is gone, none is repeated for a minute: a directory is
+looked at many times when checkpoints are listed.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import stat
 import threading
@@ -28,6 +31,8 @@ _logger = logging.getLogger("fsdp2_strategy")
 PAUSES = (0.1, 0.5, 2.0)
 """Seconds before each repetition of a read."""
 _TRANSIENT = {errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT}
+_SECONDS_WITHOUT_REPEATS = 60.0
+_MOST_FAILING = 1000
 
 
 def read_file(path: Path, max_bytes: int, *, follow_link: bool = False) -> bytes:
@@ -159,17 +164,24 @@ class _Retries:
         Raises:
             OSError: it failed for another reason, or failed too often.
         """
-        for number, pause in enumerate(PAUSES, 1):
+        for number, pause in enumerate(() if _fails_on(self._path) else PAUSES, 1):
             try:
                 return attempt()
             except OSError as error:
                 if not self._may_repeat(error.errno):
+                    if error.errno == errno.EIO:
+                        _note_failing(self._path)
                     raise
                 text = "reading %s failed with %s (%s): reading it again (%d of at most %d times)"
                 name, most = errno.errorcode.get(error.errno or 0, "an error"), len(PAUSES)
                 _logger.warning(text, self._path, name, error.strerror, number, 1 if error.errno == errno.EIO else most)
                 time.sleep(pause)
-        return attempt()
+        try:
+            return attempt()
+        except OSError as error:
+            if error.errno in _TRANSIENT | {errno.EIO}:
+                _note_failing(self._path)
+            raise
 
     def _may_repeat(self, number: int | None) -> bool:
         with _Retries._lock:
@@ -179,6 +191,32 @@ class _Retries:
                 return False
             _Retries.total += 1
             return True
+
+
+_failing: dict[Path, float] = {}
+"""Paths at and below which reads go on failing, and since when; see [Note: transient errors]."""
+
+
+def _fails_on(path: Path) -> bool:
+    """Return whether reads of a path, or of one of its directories, went on failing in the last minute."""
+    now = time.monotonic()
+    return any(now - _failing.get(each, -math.inf) < _SECONDS_WITHOUT_REPEATS for each in (path, *path.parents))
+
+
+def _note_failing(path: Path) -> None:
+    """Note that reads of a path go on failing, and those in its outermost directory that cannot be read, if any."""
+    outermost = path
+    for parent in path.parents:
+        try:
+            with os.scandir(parent):
+                break
+        except FileNotFoundError:
+            break
+        except OSError:
+            outermost = parent
+    if len(_failing) > _MOST_FAILING:
+        _failing.clear()
+    _failing[outermost] = time.monotonic()
 
 
 def _open_regular(path: Path, *, follow_link: bool) -> tuple[int, os.stat_result]:
