@@ -60,6 +60,7 @@ from fsdp2_strategy.checkpoint.paths import (
     CheckpointPaths,
     as_path,
     exists,
+    identity_of,
     is_directory,
     names_in,
 )
@@ -268,13 +269,13 @@ def _load_first(
     remaining = list(paths)
     while True:
         path = remaining.pop(0)
-        identity = _identity(path) if is_rank_0() else None
+        identity = identity_of(path) if is_rank_0() else None
         try:
             return _load(request, path)
         except CheckpointError as error:
             if not (error.is_agreed or isinstance(error, DamageError)):
                 raise
-            has_moved = from_rank_0(is_rank_0() and (identity is None or _identity(path) != identity))
+            has_moved = from_rank_0(is_rank_0() and (identity is None or identity_of(path) != identity))
             if has_moved and lists_left:
                 log("%s was deleted or replaced while it was loaded: reading the list of checkpoints again", path)
                 with all_or_none(f"find {path} again", CheckpointError):
@@ -295,15 +296,6 @@ def _load_first(
             if not remaining:
                 raise
             log("cannot load %s: loading %s instead. %s", path, remaining[0], error, level=logging.WARNING)
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    """Return what tells a directory from another one of the same name; None if there is none."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
 
 
 def _check_options(load_data_position: object, key_file: object, *, verify: bool) -> None:

@@ -166,6 +166,15 @@ def is_directory(path: Path, *, follow_symlinks: bool = True) -> bool:
         return False
 
 
+def identity_of(path: Path) -> tuple[int, int] | None:
+    """Return what tells a directory from another one of the same name; None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
 def names_in(path: Path) -> set[str]:
     """Return the names in a directory; an empty set if it cannot be read."""
     try:

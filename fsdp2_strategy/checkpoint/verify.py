@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fsdp2_strategy import sizes
 from fsdp2_strategy.checkpoint.layout import REMOVED, extra_entries, hidden_in, models_in
-from fsdp2_strategy.checkpoint.paths import RNG, as_path
+from fsdp2_strategy.checkpoint.paths import RNG, as_path, identity_of
 from fsdp2_strategy.checkpoint.random_state import RNG_BYTES, check_rng
 from fsdp2_strategy.checkpoint.reader import Opened, open_checkpoint, problems_in
 from fsdp2_strategy.checkpoint.signature import read_key
@@ -66,26 +66,17 @@ def verify_checkpoint(path: str | Path, *, key_file: str | Path | None = None, p
     """
     path = as_path(path, "verify a checkpoint")
     key = read_key(key_file) if key_file is not None else None
-    before = _identity(path)
+    before = identity_of(path)
     report = _verify(path, key, progress=progress)
     if before is None and any(tag == path.name for _, tag in hidden_in(path.parent, REMOVED)):
         return VerifyReport([], is_deleted=True)
-    if report.ok or _identity(path) == before:
+    if report.ok or identity_of(path) == before:
         return report
-    if (again := _identity(path)) is not None:
+    if (again := identity_of(path)) is not None:
         report = _verify(path, key, progress=progress)
-    if again is None or _identity(path) != again:
+    if again is None or identity_of(path) != again:
         return VerifyReport([], is_deleted=True)
     return report
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    """Return what tells a directory from another one of the same name; None if there is none."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
 
 
 def _verify(path: Path, key: bytes | None, *, progress: bool) -> VerifyReport:
