@@ -183,6 +183,20 @@ def test_a_model_that_is_sharded_without_a_strategy_is_watched_too():
     assert len([m for m in messages if "rank 0 waits in" in m]) == (dist.get_rank() == 0), messages
 
 
+@pytest.mark.parametrize("how", ["lost", "stopped"])
+def test_a_store_that_does_not_answer_does_not_keep_a_rank_from_its_line(how):
+    released = threading.Event()
+
+    def reports_of(_ranks):
+        if how == "lost":
+            raise RuntimeError("the store is lost")
+        released.wait(10)
+
+    with patch.object(wait_log, "reports_of", reports_of), patch.object(wait_log, "_STORE_SECONDS", 0.2):
+        assert "does not answer" in wait_log._reports_in_time([1, 2])
+    released.set()
+
+
 class CountingStore:
     def __init__(self, values):
         self.values, self.requests = values, 0

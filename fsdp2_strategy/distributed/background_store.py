@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 from fsdp2_strategy.distributed.torch_internals import default_store
 
+_SECONDS = 5.0
+"""How long a thread waits for the requests of another one."""
 _uses_store = threading.Lock()
 """Is held while a thread makes requests to the store."""
 _stores: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -25,13 +27,22 @@ _stores: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 @contextmanager
 def background_store() -> Iterator[Any]:
-    """Yield the store of the default process group for requests of a thread; requests of other threads wait."""
-    with _uses_store:
+    """Yield the store of the default process group for requests of a thread; requests of other threads wait.
+
+    Raises:
+        TimeoutError: another thread still waits for the store, whose process may be stopped.
+    """
+    lock = _uses_store
+    if not lock.acquire(timeout=_SECONDS):
+        raise TimeoutError("the store of the process group does not answer")
+    try:
         group = dist.group.WORLD
         if group not in _stores:
             store = default_store()
             _stores[group] = store.clone() if hasattr(store, "clone") else store
         yield _stores[group]
+    finally:
+        lock.release()
 
 
 def _end_requests() -> None:

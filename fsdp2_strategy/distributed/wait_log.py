@@ -39,6 +39,8 @@ from fsdp2_strategy.distributed.torch_internals import flight_record, frames_of_
 _LIBRARIES = tuple({str(Path(__file__).parent.parent), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))})
 WAIT_WARNING_SECONDS = 60.0
 """The default limit."""
+_STORE_SECONDS = 5.0
+"""How long a rank waits for the reports of the others."""
 _MOST_NAMED = 8
 """How many different reports a line contains."""
 
@@ -127,13 +129,13 @@ class _WaitLog:
                 del self._logged[thread]
                 waited = now - before[thread][1]
                 logger.warning("rank %d no longer waits in %s, after %.0f s", dist.get_rank(), logged.text, waited)
-        if now - self._reported >= self._seconds / 4:
-            self._reported = now
-            self._report(now)
         for thread, (wait, since) in self._waits.items():
             if now - since >= self._seconds and thread not in self._logged:
                 self._logged[thread] = wait
                 self._log(wait, now - since)
+        if now - self._reported >= self._seconds / 4:
+            self._reported = now
+            self._report(now)
 
     def _report(self, now: float) -> None:
         main = threading.main_thread().ident or 0
@@ -148,7 +150,7 @@ class _WaitLog:
     def _log(self, wait: _Wait, seconds: float) -> None:
         own = dist.get_rank()
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
-        others = reports_of([rank for rank in wait.ranks if rank != own])
+        others = _reports_in_time([rank for rank in wait.ranks if rank != own])
         record = _dump(own)
         logger.warning(
             "rank %d waits in %s since %s (%.0f s). Other ranks: %s.%s The time-out ends the wait.",
@@ -217,6 +219,20 @@ def reports_of(ranks: Sequence[int]) -> str:
     named = [f"{_ranks(of)}: {text}" for text, of in list(texts.items())[:_MOST_NAMED]]
     more = sum(len(of) for of in list(texts.values())[_MOST_NAMED:])
     return "; ".join([*named, *([f"{more} more"] if more else [])])
+
+
+def _reports_in_time(ranks: Sequence[int]) -> str:
+    """Return `reports_of`, or why there is no answer: the rank that has the store may be the one that is stopped."""
+    found: list[str] = []
+
+    def read() -> None:
+        with contextlib.suppress(Exception):  # the store may be lost
+            found.append(reports_of(ranks))
+
+    thread = threading.Thread(target=read, name="fsdp2_strategy reports", daemon=True)
+    thread.start()
+    thread.join(_STORE_SECONDS)
+    return found[0] if found else "unknown, because the store of the process group does not answer"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
