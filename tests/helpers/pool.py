@@ -19,13 +19,15 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+import pytest
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 
@@ -163,18 +165,28 @@ def _serve(pipe: Connection, rank: int, folder: Path) -> None:
             if job.file not in modules:
                 modules[job.file] = _import(job.file)
             torch.manual_seed(0)
-            function: Callable[..., None] = getattr(modules[job.file], job.function)
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                for category in (DeprecationWarning, FutureWarning):
-                    warnings.filterwarnings("ignore", category=category, module=r"(torch|transformers)\b")
-                for message in IGNORED_WARNINGS:
-                    warnings.filterwarnings("ignore", message=message)
-                with patch.multiple("fsdp2_strategy.sizes", **job.sizes) if job.sizes else nullcontext():
-                    function(**job.arguments)
-            pipe.send("")
+            _call(getattr(modules[job.file], job.function), job)
+            verdict = ""
         except BaseException:  # noqa: BLE001  the test's verdict, whatever it is
-            pipe.send(traceback.format_exc())
+            verdict = traceback.format_exc()
+        pipe.send(verdict)
+
+
+def _call(function: Callable[..., None], job: Job) -> None:
+    """Call a test function with warnings as errors; then undo its patches, as pytest does in its own process only."""
+    patches = [argument for argument in job.arguments.values() if isinstance(argument, pytest.MonkeyPatch)]
+    with ExitStack() as stack:
+        for each in patches:
+            stack.callback(each.undo)
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("error")
+        for category in (DeprecationWarning, FutureWarning):
+            warnings.filterwarnings("ignore", category=category, module=r"(torch|transformers)\b")
+        for message in IGNORED_WARNINGS:
+            warnings.filterwarnings("ignore", message=message)
+        if job.sizes:
+            stack.enter_context(patch.multiple("fsdp2_strategy.sizes", **job.sizes))
+        function(**job.arguments)
 
 
 def _forget_groups() -> None:
