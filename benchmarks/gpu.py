@@ -9,7 +9,7 @@ in alternating turns, and checks that both compute or move the same values. The 
 benchmarks on the device. Parts that cannot run here say why: some need two accelerators, one needs accelerate. Rates
 are per rank, peaks those of the device memory, in addition to what was allocated before. Files are on a RAM disk if
 there is a large one. `gpu.json` is rewritten after each part; at the end a table is printed. The exit code is 1 if a
-part failed. Outside of a git checkout the environment variable FSDP2_COMMIT names the commit.
+part failed. The environment variable FSDP2_COMMIT names the commit, for a copy that git does not know.
 
 To add a part, write a function that takes a `Job` and returns `outcome(measures, facts, errors)` or `skipped(reason)`,
 and add it to PARTS.
@@ -518,10 +518,10 @@ def hardware() -> dict:
 
 
 def environment(args: argparse.Namespace) -> dict:
-    commit = output_of("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    describe = ("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit or os.environ.get("FSDP2_COMMIT"),
+        "commit": os.environ.get("FSDP2_COMMIT") or output_of(*describe),
         "command": " ".join(["python", *sys.argv]),
         "smoke": args.smoke,
         "ranks": args.ranks,
