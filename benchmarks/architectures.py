@@ -39,7 +39,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
-from fsdp2_strategy.hf.tiny_config import tiny_config
+from fsdp2_strategy.parallel.tiny_config import tiny_config
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from helpers.architectures import default_config

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fsdp2_strategy.hf.safetensors_format import memory_of
+from fsdp2_strategy.storage.safetensors_format import memory_of
 
 CALL_BYTES = 16 << 20
 CALL_BUFFERS = 1024

@@ -63,8 +63,9 @@ from torch.distributed import get_world_size
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, offload, reload, stream_weights, token_log_probs
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, stream_weights, token_log_probs
 from fsdp2_strategy.logprob import linear_log_probs
+from fsdp2_strategy.model import offload, reload
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 4  # timed together

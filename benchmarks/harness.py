@@ -39,11 +39,16 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import LlamaConfig, MixtralConfig
 
-from fsdp2_strategy.hf.safetensors_format import memory_of
+from fsdp2_strategy.storage.safetensors_format import memory_of
 
 OUT = Path("runs/benchmarks")
 """Default folder for results and charts, in the working directory; `--out benchmarks/results` records them."""
-PRELOADED = ["torch", "transformers.models.llama.modeling_llama", "fsdp2_strategy.strategy", "fsdp2_strategy.vla"]
+PRELOADED = [
+    "torch",
+    "transformers.models.llama.modeling_llama",
+    "fsdp2_strategy.strategy",
+    "fsdp2_strategy.integrations.vitra",
+]
 """Modules that take seconds to import: ranks are forked from a process that has imported them."""
 PROBE_SECONDS = 60
 MAX_NAMES = 2

@@ -46,9 +46,9 @@ from av.video.reformatter import VideoReformatter
 from torch.utils.data import DataLoader
 
 from fsdp2_strategy.data import ResumableLoader
-from fsdp2_strategy.lerobot import LeRobotDataset
-from fsdp2_strategy.lerobot.dataset import used_bytes
-from fsdp2_strategy.lerobot.generate import DatasetWriter
+from fsdp2_strategy.integrations.lerobot import LeRobotDataset
+from fsdp2_strategy.integrations.lerobot.dataset import used_bytes
+from fsdp2_strategy.integrations.lerobot.generate import DatasetWriter
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from helpers.barcodes import write_barcoded

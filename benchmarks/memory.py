@@ -20,8 +20,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, offload, reload
-from fsdp2_strategy.model.offload import is_offloaded
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
+from fsdp2_strategy.model import offload, reload
+from fsdp2_strategy.model.offloading import is_offloaded
 
 OPERATIONS = {"away": "offload", "back": "reload"}
 """The keys of results, and what the table calls them."""

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
-from fsdp2_strategy.vla import LeRobotLayout
+from fsdp2_strategy.integrations.lerobot import LeRobotLayout
 
 GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FULL = StateDictOptions(full_state_dict=True)

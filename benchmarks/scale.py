@@ -35,8 +35,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdp2_strategy.checkpoint import directory
 from fsdp2_strategy.checkpoint.paths import CHECKSUMS, RNG, CheckpointPaths
 from fsdp2_strategy.checkpoint.storage import Component, SafetensorsWriter
-from fsdp2_strategy.hf.checksums import Block
-from fsdp2_strategy.hf.write import _group_adjacent, _runs
+from fsdp2_strategy.storage.checksums import Block
+from fsdp2_strategy.storage.write import _group_adjacent, _runs
 
 ROWS, COLUMNS = 8192, 16
 

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from fsdp2_strategy.compat.transformers import with_fsdp2
+from fsdp2_strategy.integrations.trl import with_fsdp2
 
 OPTIONS = {"ours": {}, "ours, reduced once": {"grad_sync": "last"}, "ours, in the background": {"async_save": True}}
 CONTESTANTS = (*OPTIONS, "accelerate", "accelerate, reduced each time")

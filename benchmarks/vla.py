@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp2_strategy.vla import VLAFSDPStrategy
+from fsdp2_strategy.integrations.vitra import VLAFSDPStrategy
 
 ONLY_TRAINABLE = "ours, trainable alone"
 LABELS = {"rate 0": "learning rate 0", ONLY_TRAINABLE: "ours, only trainable weights"}

@@ -34,7 +34,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp2_strategy import init_on_meta, load_weights, save_model, shard_model
-from fsdp2_strategy.hf.safetensors_format import read_header
+from fsdp2_strategy.storage.safetensors_format import read_header
 
 SIZES = ["0.4", "1.5"]
 

@@ -36,16 +36,12 @@ from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.torch_internals import all_gather_single
 from fsdp2_strategy.errors import LogProbError
+from fsdp2_strategy.hf.packed_rows import ARGUMENT, with_documents_apart
 from fsdp2_strategy.model.fsdp_state import class_name, is_sharded
-from fsdp2_strategy.model.ranks import on_ranks_of
-from fsdp2_strategy.model.state import Slot, model_state
+from fsdp2_strategy.model.ranks import on_ranks_of, sequence_group_of
+from fsdp2_strategy.model.state import Slot, measured_pass, model_state
 from fsdp2_strategy.model.wrappers import unwrap_model
-from fsdp2_strategy.routing.passes import without_routing
-from fsdp2_strategy.sequence.exchange import gather_results
-from fsdp2_strategy.sequence.packing import with_documents_apart
-from fsdp2_strategy.sequence.prepare import sequence_group_of
-from fsdp2_strategy.sequence.shard import ARGUMENT as SHARD
-from fsdp2_strategy.sequence.shard import shard_sequence
+from fsdp2_strategy.sharding.features import feature
 
 _OPTIONS = ("attention_mask", "last", "temperature", "entropy", "chunk_bytes")
 """The optional arguments of `token_log_probs`, which could be misspelled."""
@@ -120,8 +116,8 @@ def token_log_probs(
         inputs = _inputs_of(root, {"input_ids": input_ids, "attention_mask": attention_mask, **inputs})
     rows, shard = _Rows.of(input_ids, last), None
     if (group := sequence_group_of(root)) is not None:
-        inputs = shard_sequence(inputs, group)
-        shard = inputs[SHARD]
+        inputs = feature("sequence.shard").shard_sequence(inputs, group)
+        shard = inputs[ARGUMENT]
         rows = rows.in_part(shard.begin, shard.begin + shard.local_length)
     shape = _logit_shape_of(root, head, inputs)
 
@@ -149,7 +145,8 @@ def token_log_probs(
     found = _run_with_head(root, head, compute, inputs)
     if shard is not None:  # [1 or 2, batch, rows of this part] -> [1 or 2, batch, last]
         of_part = pad(found, (rows.begin, shard.local_length - rows.end))
-        found = gather_results(of_part, shard.ranks, dim=2)[..., input_ids.shape[1] - last - 1 : input_ids.shape[1] - 1]
+        end = input_ids.shape[1] - 1
+        found = feature("sequence.exchange").gather_results(of_part, shard.ranks, dim=2)[..., end - last : end]
     return (found[0], found[1]) if entropy else found[0]
 
 
@@ -591,7 +588,7 @@ def _measure_logit_shape(root: nn.Module, head: nn.Linear, inputs: Mapping[str, 
         torch.set_grad_enabled(True)  # so that logits require grad if a trained factor scales them
         return known.clone().view(1, 1, -1)  # a copy: `known` must stay the same if the model changes logits in place
 
-    with without_routing(), torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with measured_pass(), torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         from_head, output = _run_with_head(root, head, return_known, inputs, with_output=True)
     logits = getattr(output, "logits", torch.empty(0))
     comparable = logits.shape == (1, 1, len(known)) and not logits.requires_grad

@@ -10,7 +10,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, ClassVar, Literal, TypeVar
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,14 +30,16 @@ from fsdp2_strategy.distributed.process_group import group_in_use
 from fsdp2_strategy.distributed.unit_log import run_noted
 from fsdp2_strategy.errors import ConfigError, DataError, OptimizerError
 from fsdp2_strategy.model.names import named_parameters
-from fsdp2_strategy.model.offload import offload, reload
+from fsdp2_strategy.model.offloading import offload, reload
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.optim.ema import EMA, check_decay
 from fsdp2_strategy.optim.groups import rebind_optimizer
 from fsdp2_strategy.optim.masters import FSDPadaptOptimizer, is_mp_optimizer
 from fsdp2_strategy.optim.schedule import check_schedule_of
-from fsdp2_strategy.rollout import EngineAgreement, Rollout, RolloutEngine, WeightUpdate
 from fsdp2_strategy.training import TrainingStrategy, check_is_model
+
+if TYPE_CHECKING:
+    from fsdp2_strategy.rollout import EngineAgreement, Rollout, RolloutEngine, WeightUpdate
 
 __all__ = ["FSDPV2Strategy", "FSDPadaptOptimizer", "ModelOptimPair", "ModelOrModelOptimPair", "is_mp_optimizer"]
 
@@ -457,17 +460,19 @@ class FSDPV2Strategy(TrainingStrategy):
     @cached_property
     def _rollout(self) -> Rollout:
         config = self.config
-        return Rollout(torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else None)
+        engines = import_module("fsdp2_strategy.rollout.engine")  # loaded by those who use an engine
+        rollout: Rollout = engines.Rollout(torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else None)
+        return rollout
 
     @property
     def inference_engine(self) -> RolloutEngine | None:
         """The engine that `setup_inference_engine` returned; None before that call, and on ranks without an engine."""
-        return self._rollout.engine
+        return self._rollout.engine if "_rollout" in self.__dict__ else None
 
     @property
     def inference_engine_type(self) -> str | None:
         """The ``engine_type`` given to `setup_inference_engine`; its class name if it was an engine."""
-        return self._rollout.engine_type
+        return self._rollout.engine_type if "_rollout" in self.__dict__ else None
 
     @collective
     def setup_inference_engine(
@@ -595,12 +600,13 @@ class FSDPV2Strategy(TrainingStrategy):
 
     def maybe_sleep_inference_engine(self) -> None:
         """Put the engine to sleep if ``enable_engine_sleep`` is true, which frees its device memory; not collective."""
-        if self._option("enable_engine_sleep", self._rollout.args):
+        if "_rollout" in self.__dict__ and self._option("enable_engine_sleep", self._rollout.args):
             self._rollout.sleep()
 
     def wakeup_inference_engine(self) -> None:
         """Wake the engine if it sleeps; not collective."""
-        self._rollout.wake_up()
+        if "_rollout" in self.__dict__:
+            self._rollout.wake_up()
 
     def close(self) -> None:
         """Close the engine if it was built by name, then call `TrainingStrategy.close`; collective, idempotent."""

@@ -23,11 +23,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from fsdp2_strategy.checkpoint import LeRobotLayout, Loader, end_saving, load_checkpoint, save_checkpoint, wait_for_save
 from fsdp2_strategy.checkpoint.background_save import forget_groups
-from fsdp2_strategy.checkpoint.data_position import DataPositionMode, Later
+from fsdp2_strategy.checkpoint.data_position import DataPositionMode, Later, Loader
+from fsdp2_strategy.checkpoint.layout import Layout
+from fsdp2_strategy.checkpoint.load import load_checkpoint
 from fsdp2_strategy.checkpoint.random_state import seed_everything
 from fsdp2_strategy.checkpoint.resumed import compare_with_next_directories
+from fsdp2_strategy.checkpoint.save import end_saving, save_checkpoint, wait_for_save
 from fsdp2_strategy.checkpoint.several_models import Models, for_each, joined, models_by_name
 from fsdp2_strategy.checkpoint.training_state import LoadedCheckpoint, schedule_state
 from fsdp2_strategy.config.aliases import PARALLEL_SIZES, resolve_aliases
@@ -57,11 +59,11 @@ from fsdp2_strategy.errors import (
 from fsdp2_strategy.hf.export import save_model
 from fsdp2_strategy.hf.load import load_pretrained, needs_values
 from fsdp2_strategy.hf.meta.init_on_meta import init_on_meta
-from fsdp2_strategy.hf.trainer_layout import TrainerLayout
+from fsdp2_strategy.hf.packed_rows import keep_documents_apart
 from fsdp2_strategy.model.buffers import differing_buffers
 from fsdp2_strategy.model.fsdp_state import has_unsharded_parameters, is_sharded
 from fsdp2_strategy.model.names import named_parameters
-from fsdp2_strategy.model.offload import free_host_buffers
+from fsdp2_strategy.model.offloading import free_host_buffers
 from fsdp2_strategy.model.ranks import on_ranks_of
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.optim.accumulation import Accumulation, LossScale, begin_accumulation
@@ -70,11 +72,9 @@ from fsdp2_strategy.optim.groups import build_optimizer
 from fsdp2_strategy.optim.schedule import build_scheduler, check_schedule_of, drives
 from fsdp2_strategy.optim.step import StepResult, backward, clip_for_step, forbid_direct_steps, optimizer_step
 from fsdp2_strategy.optim.zero_grad import discard_gradients, watch_optimizer
-from fsdp2_strategy.sequence.packing import keep_documents_apart
-from fsdp2_strategy.sequence.prepare import prepare_for_split
-from fsdp2_strategy.sequence.shard import check_same_batch, shard_sequence
 from fsdp2_strategy.sharding.blocks import parameter_count
 from fsdp2_strategy.sharding.explain import explain
+from fsdp2_strategy.sharding.features import feature
 from fsdp2_strategy.sharding.shard import check_dtypes, is_for_training, shard_model, watch_wrapper
 
 _OTHER_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
@@ -373,7 +373,7 @@ class TrainingStrategy:
             load_pretrained(model)
         keep_documents_apart(model)
         if self.sp_size > 1:
-            prepare_for_split(model, self.sp_group, is_training=is_training)
+            feature("sequence.prepare").prepare_for_split(model, self.sp_group, is_training=is_training)
         return model
 
     def _check_same_settings(self) -> None:
@@ -418,8 +418,10 @@ class TrainingStrategy:
                 )
             return dict(batch)
         with all_or_none("split sequences", SequenceError):
-            check_same_batch(batch, self.sp_group)
-            return shard_sequence(batch, self.sp_group)
+            split = feature("sequence.shard")
+            split.check_same_batch(batch, self.sp_group)
+            part: dict[str, Any] = split.shard_sequence(batch, self.sp_group)
+            return part
 
     def explain(
         self,
@@ -769,7 +771,7 @@ class TrainingStrategy:
         async_save: bool = False,
         only_trainable: bool = False,
         meta: Mapping[str, Any] | None = None,
-        layout: LeRobotLayout | TrainerLayout | None = None,
+        layout: Layout | None = None,
     ) -> str:
         """Save a model with its optimizer, schedule and random state, then delete surplus checkpoints; collective.
 
@@ -799,7 +801,7 @@ class TrainingStrategy:
                 f"cannot save: client_state is a {type(client_state).__name__}, expected a dictionary. Store the value "
                 "under a name: client_state={'name': value}."
             )
-        if not isinstance(layout, LeRobotLayout | TrainerLayout | None):
+        if not isinstance(layout, Layout | None):
             raise CheckpointError(
                 f"cannot save: layout is {layout!r}, expected a LeRobotLayout, a TrainerLayout or None. Construct one."
             )

@@ -14,8 +14,9 @@ import pytest
 import torch
 import yaml
 
-from fsdp2_strategy import ConfigError, StrategyConfig
-from fsdp2_strategy.config.accelerate_keys import KEYS, SECTIONS, TOP
+from fsdp2_strategy import StrategyConfig
+from fsdp2_strategy.errors import ConfigError
+from fsdp2_strategy.integrations.accelerate.keys import KEYS, SECTIONS, TOP
 
 FSDP = {"distributed_type": "FSDP"}
 SHARDED = {"bf16": False}

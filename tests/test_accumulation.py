@@ -13,7 +13,8 @@ from helpers.reference import Unsharded, assert_close, full_parameters
 from helpers.worlds import some
 from torch.nn import functional as F
 
-from fsdp2_strategy import FSDPV2Strategy, StepError, StrategyConfig
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
+from fsdp2_strategy.errors import StepError
 
 # Each form of a loop: how many calls of backward come before each call of optimizer_step, and what is declared.
 FORMS = {

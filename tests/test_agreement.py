@@ -25,6 +25,8 @@ from transformers import PreTrainedTokenizerFast
 
 from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
 from fsdp2_strategy.errors import RolloutError
+from fsdp2_strategy.parallel.routing import record_routing
+from fsdp2_strategy.parallel.routing.routers import RouterPlan
 from fsdp2_strategy.rollout import (
     SGLangEngine,
     TransformersEngine,
@@ -37,8 +39,6 @@ from fsdp2_strategy.rollout import (
 )
 from fsdp2_strategy.rollout.experts import has_routers
 from fsdp2_strategy.rollout.sampling import generate_samples
-from fsdp2_strategy.routing import record_routing
-from fsdp2_strategy.routing.routers import RouterPlan
 
 LENGTH, ANSWER = 12, 5
 
@@ -478,7 +478,10 @@ def test_a_model_without_routers_reports_no_experts():
 @pytest.mark.ranks(2)
 def test_experts_that_cannot_be_recorded_are_not_said_to_be_the_engines_fault():
     refused = RouterPlan(refused="chooses experts in another way")
-    with trained("mixtral") as (strategy, actor), patch("fsdp2_strategy.routing.plan.plan_routers", lambda _: refused):
+    with (
+        trained("mixtral") as (strategy, actor),
+        patch("fsdp2_strategy.parallel.routing.plan.plan_routers", lambda _: refused),
+    ):
         found = check(strategy, actor, engine_log_probs=-torch.rand(sequences_of(0)[2].shape))
         assert set(found.causes) == {"unknown"} and "experts that the actor chooses cannot be recorded" in str(found)
 

@@ -10,33 +10,32 @@ from helpers.models import build
 from torch import nn
 from torch.utils.data import ConcatDataset
 
-import fsdp2_strategy as package
+import fsdp2_strategy.model
+import fsdp2_strategy.optim
+import fsdp2_strategy.rollout
 from fsdp2_strategy import (
     EMA,
-    EpisodeOrder,
     FSDP2StrategyError,
     FSDPadaptOptimizer,
     FSDPV2Strategy,
-    GlobalOrder,
-    LogProbError,
-    MixtureOrder,
-    OptimizerError,
     ResumableLoader,
     backward,
     build_mesh,
     build_optimizer,
     build_scheduler,
     clip_grad_norm,
-    get_constant_schedule_with_freeze_warmup,
+    errors,
     linear_log_probs,
     list_checkpoints,
     optimizer_step,
-    seed_everything,
-    set_gradient_sync,
     shard_model,
     token_log_probs,
     verify_checkpoint,
 )
+from fsdp2_strategy.checkpoint import seed_everything
+from fsdp2_strategy.data import EpisodeOrder, GlobalOrder, MixtureOrder
+from fsdp2_strategy.errors import LogProbError, OptimizerError
+from fsdp2_strategy.optim import get_constant_schedule_with_freeze_warmup, set_gradient_sync
 
 DATA = list(range(20))
 
@@ -141,6 +140,12 @@ TAKE_A_MODEL = {
 }
 
 
+def named(name):
+    """Return a public function or class."""
+    packages = fsdp2_strategy, fsdp2_strategy.model, fsdp2_strategy.optim, fsdp2_strategy.rollout
+    return next(getattr(package, name) for package in packages if name in package.__all__)
+
+
 def no_module(given):
     return [given.model.parameters(), list(given.model.parameters()), None, "model", dict(given.model.state_dict())]
 
@@ -158,7 +163,7 @@ CALLS = {
         lambda: get_constant_schedule_with_freeze_warmup(g.optimizer, "3"),
     ],
     "no module": lambda g: [
-        lambda name=name, rest=rest, wrong=wrong: getattr(package, name)(wrong, *rest)
+        lambda name=name, rest=rest, wrong=wrong: named(name)(wrong, *rest)
         for name, rest in TAKE_A_MODEL.items()
         for wrong in no_module(g)
     ],
@@ -297,10 +302,10 @@ def test_mistakes_that_the_docs_name_raise_the_named_class_on_every_rank():
         (OptimizerError, r"lr is '1e-4', expected a finite number at least 0.*YAML", lambda: created(lr="1e-4")),
         (OptimizerError, r"betas is \(0.9,\), expected a pair", lambda: created(betas=(0.9,))),
         (OptimizerError, r"optimizer_cls is 'adamw', expected a class", lambda: created(optimizer_cls="adamw")),
-        (package.ArgumentError, "it is a generator, expected an nn.Module", lambda: build_optimizer(parameters())),
+        (errors.ArgumentError, "it is a generator, expected an nn.Module", lambda: build_optimizer(parameters())),
         (LogProbError, "the model is a Tensor, expected", lambda: token_log_probs(given.logits, given.ids)),
-        (package.ShardError, "it is a AdamW, expected", lambda: given.strategy.prepare((given.optimizer, given.model))),
-        (package.DataError, "an element of weights is '1', expected", lambda: MixtureOrder([3, 4], ["1", "1"])),
+        (errors.ShardError, "it is a AdamW, expected", lambda: given.strategy.prepare((given.optimizer, given.model))),
+        (errors.DataError, "an element of weights is '1', expected", lambda: MixtureOrder([3, 4], ["1", "1"])),
     ):
 
         def created(**options):

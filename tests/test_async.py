@@ -25,11 +25,12 @@ from helpers.training import assert_same, full_state, prepared, strategy_for, ta
 from helpers.worlds import some
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from fsdp2_strategy import EMA, CheckpointError, list_checkpoints, sizes, verify_checkpoint
+from fsdp2_strategy import EMA, list_checkpoints, sizes, verify_checkpoint
 from fsdp2_strategy.checkpoint import background_save
 from fsdp2_strategy.checkpoint import save as saving
 from fsdp2_strategy.checkpoint.storage import Component, stage_local
 from fsdp2_strategy.data import ResumableLoader
+from fsdp2_strategy.errors import CheckpointError
 
 
 class Gate:

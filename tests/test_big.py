@@ -44,9 +44,9 @@ from fsdp2_strategy.checkpoint.directory import partial_path
 from fsdp2_strategy.checkpoint.paths import CheckpointPaths
 from fsdp2_strategy.checkpoint.training_state import optimizer_tensors
 from fsdp2_strategy.distributed.torch_internals import local_of
+from fsdp2_strategy.integrations.lerobot import LeRobotLayout
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.rollout.engine import ENGINES, TransformersEngine
-from fsdp2_strategy.vla import LeRobotLayout
 
 VOCAB = 150_001  # odd and no multiple of 3: shards are uneven on 2 ranks and on 3
 MOST_BYTES = 16 * 10**9

@@ -15,17 +15,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp2_strategy import (
-    ArgumentError,
-    FSDPV2Strategy,
-    MeshError,
-    ShardError,
-    StepError,
-    StrategyConfig,
-    explain,
-    find_blocks,
-    shard_model,
-)
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, explain, find_blocks
+from fsdp2_strategy.errors import MeshError, ShardError, StepError
 from fsdp2_strategy.model.fsdp_state import parameter_groups
 from fsdp2_strategy.sharding import known_policies
 from fsdp2_strategy.sharding.blocks import class_names_of
@@ -352,23 +343,6 @@ def test_explain_refuses_what_prepare_model_refuses():
     strategy.close()
     with pytest.raises(StepError, match="it is closed"):
         strategy.explain(build("llama"))
-
-
-def test_the_earlier_name_of_block_class_names_is_accepted():
-    for function in (explain, find_blocks, shard_model):
-        with pytest.raises(ArgumentError, match="'class_names' and 'block_class_names' are the same argument"):
-            function(build("llama"), class_names=["LlamaMLP"], block_class_names=["LlamaMLP"])
-    with pytest.warns(DeprecationWarning, match="explain: 'class_names' is now 'block_class_names'"):
-        text = explain(build("llama"), class_names=["LlamaMLP"], file=io.StringIO())
-    assert text == explain(build("llama"), block_class_names=["LlamaMLP"], file=io.StringIO())
-    with pytest.warns(DeprecationWarning, match="plan_units: .* the next release removes the old name") as warned:
-        plan = plan_units(build("llama"), Precision(bf16=True, is_training=True), class_names=["LlamaMLP"])
-    assert warned[0].filename == __file__ and "from the class names LlamaMLP" in plan.source
-
-
-def test_both_names_of_block_class_names_are_an_error_also_if_one_is_positional():
-    with pytest.raises(ArgumentError, match="'class_names' and 'block_class_names' are the same argument"):
-        find_blocks(build("llama"), ["LlamaMLP"], class_names=["LlamaMLP"])
 
 
 def test_explain_refuses_a_shard_size_that_does_not_divide():

@@ -32,27 +32,26 @@ from fsdp2_strategy import (
     clip_grad_norm,
     load_checkpoint,
     load_weights,
-    offload,
-    reload,
     save_checkpoint,
     save_model,
     sizes,
     stream_weights,
     verify_checkpoint,
-    wait_for_save,
     weight_checksums,
 )
+from fsdp2_strategy.checkpoint import wait_for_save
 from fsdp2_strategy.checkpoint.training_state import optimizer_tensors
 from fsdp2_strategy.distributed.torch_internals import local_of
 from fsdp2_strategy.errors import DamageError, ShardError
-from fsdp2_strategy.hf.regions import Piece
-from fsdp2_strategy.hf.verified_read import Reader
+from fsdp2_strategy.model import offload, reload
 from fsdp2_strategy.model.boxes import box_of, row_major, shard_at
 from fsdp2_strategy.model.fingerprint import _scattered, fingerprints, local_sums
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.model.placeholders import full_tensor_of
 from fsdp2_strategy.model.shards import local_shard, replica_of, shard_size_of
 from fsdp2_strategy.rollout.difference import TensorDifference
+from fsdp2_strategy.storage.regions import Piece
+from fsdp2_strategy.storage.verified_read import Reader
 
 CASES = [*((name, "tp x shard") for name in PLANS), ("llama", "hsdp x tp"), ("mixtral experts", "hsdp x tp")]
 USUAL = [("mixtral", "tp x shard")]

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from helpers.training import strategy_for
 from torch import nn
 
-from fsdp2_strategy import CheckpointError, RolloutError, ShardError, StepError, explain
+from fsdp2_strategy import explain
+from fsdp2_strategy.errors import CheckpointError, RolloutError, ShardError, StepError
 from fsdp2_strategy.rollout import stream_weights
 
 

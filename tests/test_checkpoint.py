@@ -24,17 +24,11 @@ from helpers.worlds import some
 from torch import nn
 
 import fsdp2_strategy.checkpoint.save as saving
-from fsdp2_strategy import (
-    EMA,
-    CheckpointError,
-    list_checkpoints,
-    save_checkpoint,
-    sizes,
-    verify_checkpoint,
-)
-from fsdp2_strategy.checkpoint import directory, layout
+from fsdp2_strategy import EMA, list_checkpoints, save_checkpoint, sizes, verify_checkpoint
+from fsdp2_strategy.checkpoint import directory, listing
 from fsdp2_strategy.checkpoint.training_state import optimizer_tensors
-from fsdp2_strategy.hf.safetensors_format import read_header
+from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.storage.safetensors_format import read_header
 
 FULL = pytest.mark.full
 
@@ -556,7 +550,7 @@ def test_the_layout_on_disk_is_the_documented_one(tmp_path):
     assert (manifest["sequence"], manifest["tag"], manifest["step"]) == (1, "global_step1", 1)
     state = json.loads((checkpoint / "trainer_state.json").read_text())
     assert (state["step"], state["client_state"], state["world_size"]) == (1, {"a": 1}, 1)
-    assert layout.read_checkpoint(checkpoint).total_bytes == sum(manifest["files"].values())
+    assert listing.read_checkpoint(checkpoint).total_bytes == sum(manifest["files"].values())
     stored = read_header(checkpoint / "model" / "model.safetensors")
     assert "embed.weight" in stored
     assert "head.weight" not in stored, "tied weights are stored once"

@@ -35,27 +35,19 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fsdp2_strategy import (
-    CheckpointError,
-    FSDPV2Strategy,
-    build_mesh,
-    list_checkpoints,
-    load_checkpoint,
-    sizes,
-    verify_checkpoint,
-)
-from fsdp2_strategy.checkpoint import directory, layout, paths
+from fsdp2_strategy import FSDPV2Strategy, build_mesh, list_checkpoints, load_checkpoint, sizes, verify_checkpoint
+from fsdp2_strategy.checkpoint import directory, listing, paths
 from fsdp2_strategy.checkpoint.reader import _ChecksumManifests
 from fsdp2_strategy.checkpoint.storage import Component, read_all, stored_in, targets_by_name, write_components
 from fsdp2_strategy.cli import main
-from fsdp2_strategy.errors import DamageError
+from fsdp2_strategy.errors import CheckpointError, DamageError
 from fsdp2_strategy.hf.output_files import create_files, files_for
-from fsdp2_strategy.hf.regions import Region
-from fsdp2_strategy.hf.replicated_reads import read_requests_for
-from fsdp2_strategy.hf.safetensors_format import DTYPES
-from fsdp2_strategy.hf.verified_read import Reader, ReadRequest
-from fsdp2_strategy.hf.write import WriteRequest, write_all
 from fsdp2_strategy.optim.step import take_step
+from fsdp2_strategy.storage.regions import Region
+from fsdp2_strategy.storage.replicated_reads import read_requests_for
+from fsdp2_strategy.storage.safetensors_format import DTYPES
+from fsdp2_strategy.storage.verified_read import Reader, ReadRequest
+from fsdp2_strategy.storage.write import WriteRequest, write_all
 
 # --- the model folder ------------------------------------------------------------------------------------------------
 
@@ -434,9 +426,9 @@ def damage_a_list(path):
     if dist.get_rank() == 0:
         damaged = path / "tag" / LIST
         damaged.write_bytes(damaged.read_bytes().replace(b"[", b"[ ", 1))
-        manifest = layout.read_manifest(path / "tag")
+        manifest = listing.read_manifest(path / "tag")
         manifest["files"][LIST] += 1
-        manifest["digest"] = layout.digest_of_manifest(manifest)
+        manifest["digest"] = listing.digest_of_manifest(manifest)
         directory.write_json(path / "tag" / paths.MANIFEST, manifest)
     dist.barrier()
 
@@ -536,11 +528,11 @@ def test_verifying_never_raises_for_damage(tmp_path):
         (tmp_path / "manifest.json").write_text(content)
         report = verify_checkpoint(tmp_path)
         assert not report.ok and report.problems
-    manifest = {"format": layout.FORMAT, "format_version": layout.FORMAT_VERSION, "files": 3, "checksums": []}
-    directory.write_json(tmp_path / "manifest.json", manifest | {"digest": layout.digest_of_manifest(manifest)})
+    manifest = {"format": listing.FORMAT, "format_version": listing.FORMAT_VERSION, "files": 3, "checksums": []}
+    directory.write_json(tmp_path / "manifest.json", manifest | {"digest": listing.digest_of_manifest(manifest)})
     assert not verify_checkpoint(tmp_path).ok
     manifest |= {"sequence": 1, "tag": "x", "step": 1, "protected": False, "metric": None, "higher_is_better": True}
-    directory.write_json(tmp_path / "manifest.json", manifest | {"digest": layout.digest_of_manifest(manifest)})
+    directory.write_json(tmp_path / "manifest.json", manifest | {"digest": listing.digest_of_manifest(manifest)})
     assert "is invalid" in verify_checkpoint(tmp_path).problems[0]
     assert tags(tmp_path.parent) == []
     assert not verify_checkpoint(tmp_path / "nowhere").ok

@@ -13,7 +13,9 @@ from helpers.reference import CountCollectives
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from fsdp2_strategy import FSDPV2Strategy, StepError, StrategyConfig, all_or_none
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
+from fsdp2_strategy.distributed import all_or_none
+from fsdp2_strategy.errors import StepError
 
 
 def hand_written(model, mesh):

@@ -18,10 +18,11 @@ from helpers.reference import full_parameters
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fsdp2_strategy import ConfigError
-from fsdp2_strategy.compat import lerobot as compat
-from fsdp2_strategy.compat.lerobot import Accelerator, checkpoints
-from fsdp2_strategy.compat.lerobot.averages import Averages
+from fsdp2_strategy.errors import ConfigError
+from fsdp2_strategy.integrations.lerobot import checkpoints
+from fsdp2_strategy.integrations.lerobot import script as compat
+from fsdp2_strategy.integrations.lerobot.averages import Averages
+from fsdp2_strategy.integrations.lerobot.script import Accelerator
 from fsdp2_strategy.model.placeholders import full_tensor_of
 
 OFF = Namespace(enable=False)

@@ -20,10 +20,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from fsdp2_strategy import CheckpointError, ConfigError, FSDPV2Strategy, MeshError, RolloutError, SequenceError
-from fsdp2_strategy.compat.lightrft import EngineStatus, Generation, LightRFTStrategy, get_strategy, is_engine
-from fsdp2_strategy.compat.lightrft.generation import LengthStatistics, generate, prompts_with_media
-from fsdp2_strategy.compat.lightrft.settings import OPTIONS
+from fsdp2_strategy import FSDPV2Strategy
+from fsdp2_strategy.errors import CheckpointError, ConfigError, MeshError, RolloutError, SequenceError
+from fsdp2_strategy.integrations.lightrft import EngineStatus, Generation, LightRFTStrategy, get_strategy, is_engine
+from fsdp2_strategy.integrations.lightrft.generation import LengthStatistics, generate, prompts_with_media
+from fsdp2_strategy.integrations.lightrft.settings import OPTIONS
 from fsdp2_strategy.rollout import ENGINES
 
 

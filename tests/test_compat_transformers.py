@@ -35,11 +35,11 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
-import fsdp2_strategy.compat.transformers.trainer
-from fsdp2_strategy import CheckpointError, list_checkpoints, verify_checkpoint
+import fsdp2_strategy.integrations.trl.trainer
+from fsdp2_strategy import list_checkpoints, verify_checkpoint
 from fsdp2_strategy.checkpoint.lock import is_held_elsewhere
-from fsdp2_strategy.compat.transformers import FSDP2Trainer, with_fsdp2
-from fsdp2_strategy.errors import ConfigError
+from fsdp2_strategy.errors import CheckpointError, ConfigError
+from fsdp2_strategy.integrations.trl import FSDP2Trainer, with_fsdp2
 
 pytest.importorskip("trl")
 
@@ -444,7 +444,7 @@ def test_a_forward_that_liger_replaces_has_the_same_losses_also_after_an_evaluat
     logs = []
     for folder, wrap in ((tmp_path / "ddp", published), (tmp_path / "ours", with_fsdp2)):
         with launched(), ExitStack() as patches:
-            for module in (transformers.trainer, fsdp2_strategy.compat.transformers.trainer):
+            for module in (transformers.trainer, fsdp2_strategy.integrations.trl.trainer):
                 patches.enter_context(patch.object(module, "apply_liger_kernel", with_fused_loss))
             trainer = trainer_of("plain", wrap, model, folder, **options)
             if wrap is with_fsdp2:

@@ -31,11 +31,12 @@ from transformers import LlamaForCausalLM
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine import BaseEngine, EngineRegistry, FSDPEngineWithLMHead
 
-from fsdp2_strategy import CheckpointError, ConfigError, OffloadError, StepError, verify_checkpoint
+from fsdp2_strategy import verify_checkpoint
 from fsdp2_strategy.checkpoint import directory
-from fsdp2_strategy.compat.verl import EngineConfig, StrategyEngine, engine, names
-from fsdp2_strategy.compat.verl.settings import BACKEND
-from fsdp2_strategy.model.offload import is_offloaded
+from fsdp2_strategy.errors import CheckpointError, ConfigError, OffloadError, StepError
+from fsdp2_strategy.integrations.verl import EngineConfig, StrategyEngine, engine, names
+from fsdp2_strategy.integrations.verl.settings import BACKEND
+from fsdp2_strategy.model.offloading import is_offloaded
 from fsdp2_strategy.optim.accumulation import LossScale, accumulation_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "coming_from_verl.md"
@@ -530,7 +531,7 @@ def test_contexts_load_and_offload_what_the_configuration_says_and_change_no_num
             engine.forward_backward_batch(prepared(batch(0)), verl_cpu.loss)
         engine.to("cpu", model=True, optimizer=False, grad=True)
         assert offloaded() == (False, True), "verl's device is the CPU here"
-        with patch("fsdp2_strategy.compat.verl.names.get_device_name", lambda: "cuda"):
+        with patch("fsdp2_strategy.integrations.verl.names.get_device_name", lambda: "cuda"):
             engine.to("cpu", model=True, optimizer=True, grad=True)
             assert offloaded() == (True, True)
             engine.to("cuda", model=False, optimizer=True, grad=False)
@@ -729,7 +730,7 @@ def test_an_actor_and_a_reference_get_the_engine_with_the_changes_of_the_page():
         config = compose("ppo_trainer", [*overrides("main_ppo"), "actor_rollout_ref.actor.ppo_micro_batch_size=1"])
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     assert actor.engine.strategy == BACKEND == config.actor_rollout_ref.ref.strategy
-    assert config.actor_rollout_ref.model.external_lib == "fsdp2_strategy.compat.verl"
+    assert config.actor_rollout_ref.model.external_lib == "fsdp2_strategy.integrations.verl"
 
 
 # --- the names of verl, and the page ---------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ import dataclasses
 
 import pytest
 
-from fsdp2_strategy import ArgumentError, ConfigError, FSDPV2Strategy, StrategyConfig
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
+from fsdp2_strategy.errors import ArgumentError, ConfigError
 
 
 def test_defaults_are_valid_and_frozen():

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.hf.safetensors_format import (
+from fsdp2_strategy.storage.safetensors_format import (
     DTYPES,
     lay_out,
     memory_of,

@@ -19,13 +19,13 @@ from helpers.worlds import some, some_rows
 from torch import nn
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset
 
-from fsdp2_strategy import ArgumentError, CheckpointError, FSDPV2Strategy, StrategyConfig
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
 from fsdp2_strategy.checkpoint import data_position
 from fsdp2_strategy.data import EpisodeOrder, GlobalOrder, MixtureOrder, ResumableLoader
 from fsdp2_strategy.data.batches import Anchor, BatchPlan
 from fsdp2_strategy.data.sampler import ResumableSampler
 from fsdp2_strategy.data.workers import SampleFetcher
-from fsdp2_strategy.errors import CorruptDataError, DataError
+from fsdp2_strategy.errors import ArgumentError, CheckpointError, CorruptDataError, DataError
 
 
 class Numbers(Dataset):

@@ -23,8 +23,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from fsdp2_strategy import FSDPV2Strategy, build_mesh, offload, shard_model, sizes, stream_weights
+from fsdp2_strategy import FSDPV2Strategy, build_mesh, shard_model, sizes, stream_weights
 from fsdp2_strategy.errors import RolloutError
+from fsdp2_strategy.model import offload
 from fsdp2_strategy.model.placeholders import values_of
 from fsdp2_strategy.rollout import RemoteEngine, TransformersEngine, serve, weight_checksums
 from fsdp2_strategy.rollout.difference import STEP, TensorDifference, from_gaps, to_gaps

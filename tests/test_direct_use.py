@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fsdp2_strategy import LogProbError, ShardError, build_optimizer
+from fsdp2_strategy import build_optimizer
+from fsdp2_strategy.errors import LogProbError, ShardError
 from fsdp2_strategy.logprob import linear_log_probs
 from fsdp2_strategy.model.names import named_parameters
 

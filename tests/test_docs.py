@@ -35,7 +35,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MODULES = [m.name for m in pkgutil.walk_packages(fsdp2_strategy.__path__, "fsdp2_strategy.")]
 if importlib.util.find_spec("verl") is None:
-    MODULES.remove("fsdp2_strategy.compat.verl")
+    MODULES.remove("fsdp2_strategy.integrations.verl")
 
 
 RANKS = {

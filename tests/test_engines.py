@@ -15,8 +15,8 @@ from helpers.folders import small_tokenizer
 from helpers.models import batch_of, build
 
 from fsdp2_strategy import FSDPV2Strategy
-from fsdp2_strategy.compat.lightrft import get_strategy
 from fsdp2_strategy.errors import RolloutError
+from fsdp2_strategy.integrations.lightrft import get_strategy
 from fsdp2_strategy.rollout import SGLangEngine, TransformersEngine, VLLMEngine, stream_weights
 from fsdp2_strategy.rollout.sampling import generate_tokens, plan
 

@@ -32,9 +32,10 @@ from options import print_plan
 from torch.nn.functional import log_softmax
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from fsdp2_strategy import CheckpointError, DataError, FSDPV2Strategy, StrategyConfig
-from fsdp2_strategy.compat.transformers import with_fsdp2
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
 from fsdp2_strategy.data import ResumableLoader
+from fsdp2_strategy.errors import CheckpointError, DataError
+from fsdp2_strategy.integrations.trl import with_fsdp2
 from fsdp2_strategy.model.names import named_parameters
 
 EXAMPLES = Path(sft.__file__).parent

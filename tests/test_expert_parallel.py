@@ -17,8 +17,9 @@ from helpers.worlds import some
 from peft import LoraConfig, get_peft_model
 from torch.nn.functional import cross_entropy
 
-from fsdp2_strategy import MeshError, ShardError, build_mesh, explain, shard_model
+from fsdp2_strategy import build_mesh, explain, shard_model
 from fsdp2_strategy.distributed.torch_internals import local_of
+from fsdp2_strategy.errors import MeshError, ShardError
 from fsdp2_strategy.hf.skeleton import meta_skeleton
 from fsdp2_strategy.model.names import named_parameters
 

@@ -35,8 +35,6 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import PermuteForRope, Transpose, WeightConverter
 
 from fsdp2_strategy import (
-    ArgumentError,
-    CheckpointError,
     FSDPV2Strategy,
     StrategyConfig,
     build_mesh,
@@ -46,7 +44,9 @@ from fsdp2_strategy import (
     shard_model,
 )
 from fsdp2_strategy.checkpoint import save_checkpoint
-from fsdp2_strategy.hf import export, safetensors_format, write
+from fsdp2_strategy.errors import ArgumentError, CheckpointError
+from fsdp2_strategy.hf import export
+from fsdp2_strategy.storage import safetensors_format, write
 
 
 def exported_equals_saved(name, folder):

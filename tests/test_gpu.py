@@ -26,8 +26,6 @@ from fsdp2_strategy import (
     build_mesh,
     init_on_meta,
     load_weights,
-    offload,
-    reload,
     shard_model,
     stream_weights,
     token_log_probs,
@@ -36,8 +34,9 @@ from fsdp2_strategy.checkpoint.training_state import optimizer_tensors
 from fsdp2_strategy.distributed.process_group import control_device, current_device
 from fsdp2_strategy.errors import ConfigError
 from fsdp2_strategy.logprob import linear_log_probs
+from fsdp2_strategy.model import offload, reload
 from fsdp2_strategy.model.names import named_parameters
-from fsdp2_strategy.model.offload import _host_buffers
+from fsdp2_strategy.model.offloading import _host_buffers
 from fsdp2_strategy.model.placeholders import values_of
 from fsdp2_strategy.rollout import TransformersEngine, weight_checksums
 from fsdp2_strategy.rollout.difference import TensorDifference

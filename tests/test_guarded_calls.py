@@ -16,7 +16,7 @@ from helpers.worlds import worlds
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from fsdp2_strategy import CheckpointError, ShardError
+from fsdp2_strategy.errors import CheckpointError, ShardError
 from fsdp2_strategy.model.names import named_parameters
 
 

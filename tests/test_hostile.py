@@ -14,8 +14,8 @@ from helpers.hostile import LAYOUTS, Run, calls, copy_good, fuzz, outcome, seal,
 
 from fsdp2_strategy import list_checkpoints, verify_checkpoint
 from fsdp2_strategy.checkpoint.paths import CheckpointPaths
-from fsdp2_strategy.hf.checksums import blocks_of
-from fsdp2_strategy.hf.schema import MAX_DEPTH
+from fsdp2_strategy.storage.checksums import blocks_of
+from fsdp2_strategy.storage.schema import MAX_DEPTH
 
 
 def write_fuzz(layout, folder, seed, count, only=None):

@@ -18,7 +18,8 @@ from helpers.worlds import some, some_rows
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2_strategy import FSDPV2Strategy, ShardError, StrategyConfig, explain, init_on_meta, save_model, shard_model
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, explain, init_on_meta, save_model, shard_model
+from fsdp2_strategy.errors import ShardError
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.sharding.plan import plan_units
 from fsdp2_strategy.sharding.precision import Precision

@@ -1,29 +1,50 @@
-"""Import paths: what is public is importable from the root, and old paths lead to the new modules."""
+"""Public names: each has one import path, and an import loads only what it needs."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
-import pkgutil
 import re
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
 
 import fsdp2_strategy
-from fsdp2_strategy import checkpoint, config, data, errors, rollout, tracking, vla
-from fsdp2_strategy.import_paths import MOVED
+from fsdp2_strategy import errors
 
 ROOT = Path(__file__).parent.parent
-NEEDS_AN_EXTRA = {"fsdp2_strategy.lerobot", "fsdp2_strategy.lerobot.generate"}
-OF_ANOTHER_SYSTEM = {  # the names are those of that system
-    "fsdp2_strategy.compat.lightrft",
-    "fsdp2_strategy.compat.transformers",
+PUBLIC = {
+    "fsdp2_strategy": """
+        FSDPV2Strategy StrategyConfig StepResult FSDP2StrategyError EMA FSDPadaptOptimizer is_mp_optimizer
+        ModelOptimPair ModelOrModelOptimPair manual_transformer_cls_names_to_wrap explain find_blocks build_mesh
+        shard_model init_on_meta load_weights build_optimizer build_scheduler backward optimizer_step clip_grad_norm
+        unwrap_model save_checkpoint load_checkpoint list_checkpoints verify_checkpoint save_model stream_weights
+        weight_checksums token_log_probs linear_log_probs ResumableLoader""",
+    "fsdp2_strategy.data": "ResumableLoader GlobalOrder EpisodeOrder MixtureOrder",
+    "fsdp2_strategy.model": "offload reload is_offloaded",
+    "fsdp2_strategy.parallel": "shard_sequence record_routing replay_routing",
+    "fsdp2_strategy.rollout": """
+        stream_weights stream_adapter weight_checksums TensorDifference TransformersEngine VLLMEngine SGLangEngine
+        RemoteEngine serve ENGINES check_engine_agreement importance_inputs sampled_log_probs""",
+    "fsdp2_strategy.integrations.lightrft": "get_strategy LightRFTStrategy",
+    "fsdp2_strategy.integrations.trl": "with_fsdp2 TrainerLayout",
+    "fsdp2_strategy.integrations.lerobot": "LeRobotDataset LeRobotLayout save_policy register_policy",
+    "fsdp2_strategy.integrations.vitra": """
+        VLAFSDPStrategy VLAMetrics vla_parameter_groups split_modality_collator MultiGroupLRScheduler""",
+    "fsdp2_strategy.cli": "main",
 }
+NEEDS_AN_EXTRA = {"LeRobotDataset": "pyarrow"}
 IMPORT = re.compile(r"from (fsdp2_strategy[\w.]*) import (\([^)]*\)|[^\n]+)")
+
+
+def lazy_packages():
+    """Return the packages whose names are imported when they are first used."""
+    for path in sorted((ROOT / "fsdp2_strategy").rglob("__init__.py")):
+        if "lazy_imports(" in path.read_text():
+            yield ".".join(path.parent.relative_to(ROOT).parts), path
 
 
 def documented():
@@ -37,87 +58,72 @@ def documented():
     return sorted((module, name) for module, name in found if name.isidentifier())
 
 
-def test_every_error_is_importable_from_the_root_and_listed():
+@pytest.mark.parametrize("package", PUBLIC)
+def test_a_package_has_its_public_names(package):
+    module = importlib.import_module(package)
+    for name in PUBLIC[package].split():
+        if name in NEEDS_AN_EXTRA:
+            pytest.importorskip(NEEDS_AN_EXTRA[name])
+        assert not inspect.ismodule(getattr(module, name)), name
+
+
+def test_the_root_has_few_names():
+    assert len(fsdp2_strategy.__all__) <= 45
+    assert sorted(fsdp2_strategy.__all__) == sorted([*PUBLIC["fsdp2_strategy"].split(), "TrainingStrategy"])
+
+
+def test_every_error_is_in_one_module():
     classes = [c for _, c in inspect.getmembers(errors, inspect.isclass) if c.__module__ == errors.__name__]
-    assert len(classes) > 10
-    for each in classes:
-        assert getattr(fsdp2_strategy, each.__name__) is each and each.__name__ in fsdp2_strategy.__all__
+    assert len(classes) > 10 and all(issubclass(each, Exception) for each in classes)
 
 
-@pytest.mark.parametrize("package", [checkpoint, config, data, rollout, tracking, vla], ids=lambda p: p.__name__)
-def test_what_a_package_offers_the_root_offers(package):
-    for name in package.__all__:
-        assert getattr(fsdp2_strategy, name) is getattr(package, name) and name in fsdp2_strategy.__all__
+@pytest.mark.parametrize(("package", "path"), list(lazy_packages()), ids=lambda value: str(value).rpartition("/")[2])
+def test_the_types_of_lazy_names_are_those_of_the_table(package, path):
+    tree = ast.parse(path.read_text())
+    [block] = [node for node in tree.body if isinstance(node, ast.If)]
+    typed = {alias.asname: node.module for node in block.body for alias in node.names}
+    table = importlib.import_module(package)._MODULE_OF
+    full = {name: at if at.startswith("fsdp2_strategy.") else f"{package}.{at}" for name, at in table.items()}
+    assert typed == full and list(table) == sorted(table)
 
 
-def test_what_docs_and_examples_import_is_importable_from_the_root():
+def test_what_docs_and_examples_import_is_importable():
     imports = documented()
     assert len(imports) > 25
     for module, name in imports:
+        if name in NEEDS_AN_EXTRA:
+            pytest.importorskip(NEEDS_AN_EXTRA[name])
         package = importlib.import_module(module)
-        value = getattr(package, name) if hasattr(package, name) else importlib.import_module(f"{module}.{name}")
-        if module not in NEEDS_AN_EXTRA | OF_ANOTHER_SYSTEM and not inspect.ismodule(value):
-            assert getattr(fsdp2_strategy, name, None) is value, f"{name} of {module}"
+        assert hasattr(package, name) or importlib.import_module(f"{module}.{name}"), f"{name} of {module}"
 
 
 def test_a_star_import_gives_what_is_listed_and_nothing_else():
     names = {}
     exec("from fsdp2_strategy import *", names)
     del names["__builtins__"]
-    assert sorted(names) == fsdp2_strategy.__all__ == sorted(fsdp2_strategy.__all__)
+    assert sorted(names) == sorted(fsdp2_strategy.__all__)
     assert set(fsdp2_strategy.__all__) <= set(dir(fsdp2_strategy))
     with pytest.raises(AttributeError, match="has no attribute 'FSDPV3Strategy'"):
         _ = fsdp2_strategy.FSDPV3Strategy
 
 
-@pytest.mark.parametrize("old", MOVED)
-def test_an_old_path_gives_the_module_of_the_new_path(old):
-    path = f"fsdp2_strategy.{old}"
-    with warnings.catch_warnings(action="ignore"):
-        importlib.import_module(path.rpartition(".")[0])  # which may have moved, too
-    sys.modules.pop(path, None)
-    with pytest.warns(DeprecationWarning, match=f"{path} was renamed to fsdp2_strategy.{MOVED[old]}; "):
-        module = importlib.import_module(path)
-    assert module is sys.modules[f"fsdp2_strategy.{MOVED[old]}"]
-    assert module.__spec__.name == module.__name__ == f"fsdp2_strategy.{MOVED[old]}"
+def test_the_package_works_without_its_sources(tmp_path):
+    """An installation may have compiled files only."""
+    code = f"""
+import compileall, pathlib, shutil
+shutil.copytree({str(ROOT / "fsdp2_strategy")!r}, {str(tmp_path / "fsdp2_strategy")!r})
+compileall.compile_dir({str(tmp_path)!r}, quiet=1, legacy=True)
+for path in pathlib.Path({str(tmp_path)!r}).rglob("*.py"):
+    path.unlink()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    code = "import fsdp2_strategy; print(fsdp2_strategy.__file__, fsdp2_strategy.FSDPV2Strategy.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(tmp_path / "fsdp2_strategy" / "__init__.pyc"), "FSDPV2Strategy"]
 
 
-def test_a_path_that_is_a_package_now_has_the_names_of_the_module_that_it_was():
-    from fsdp2_strategy import compat
-    from fsdp2_strategy.config import aliases
-
-    for name in ("read_mapping", "resolve_aliases", "split_arguments"):
-        with pytest.warns(DeprecationWarning, match=f"compat.{name} was moved to fsdp2_strategy.config.aliases"):
-            assert getattr(compat, name) is getattr(aliases, name)
-    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
-        _ = compat.nothing
-
-
-@pytest.mark.filterwarnings("ignore:fsdp2_strategy:DeprecationWarning")
-def test_a_path_below_an_old_one_moves_with_it():
-    from fsdp2_strategy.vla.lerobot import generate as old
-    from fsdp2_strategy.vla.lerobot.generate import DatasetWriter
-
-    from fsdp2_strategy.lerobot import generate as new
-
-    assert old is new and DatasetWriter is new.DatasetWriter
-
-
-def test_no_module_has_a_moved_path():
-    modules = {name for _, name, _ in pkgutil.walk_packages(fsdp2_strategy.__path__, "fsdp2_strategy.")}
-    assert not modules & {f"fsdp2_strategy.{old}" for old in MOVED}
-    assert {f"fsdp2_strategy.{new}" for new in MOVED.values()} <= modules
-
-
-@pytest.mark.parametrize("module", ["fsdp2_strategy", "fsdp2_strategy.cli", "fsdp2_strategy.lerobot"])
+@pytest.mark.parametrize("module", ["fsdp2_strategy", "fsdp2_strategy.cli", "fsdp2_strategy.integrations.lerobot"])
 def test_a_light_import_loads_no_torch(module):
     code = f"import sys, {module}; print(*sorted({{'torch', 'transformers', 'pyarrow', 'numpy'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
-
-
-def test_the_functions_that_share_a_name_with_an_old_module_stay_functions():
-    import fsdp2_strategy.model.offload
-    import fsdp2_strategy.sharding.explain
-
-    assert inspect.isfunction(fsdp2_strategy.offload) and inspect.isfunction(fsdp2_strategy.explain)

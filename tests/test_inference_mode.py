@@ -11,8 +11,9 @@ from helpers.models import batch_of, build, loss_of
 from helpers.reference import Unsharded, assert_close, full_grads, full_parameters
 from helpers.worlds import matrix, some, worlds
 
-from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, offload, reload, stream_weights, token_log_probs
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, stream_weights, token_log_probs
 from fsdp2_strategy.distributed.torch_internals import parameters_of, unsharded_of
+from fsdp2_strategy.model import offload, reload
 from fsdp2_strategy.model.fsdp_state import parameter_groups
 
 MODELS = ("llama_tied", "gemma3", "t5", "qwen2_vl", "unet", "shared_blocks")

@@ -10,7 +10,8 @@ from helpers.training import strategy_for
 from torch import nn
 from torch.nn import functional as F
 
-from fsdp2_strategy import ConfigError, ShardError, StrategyConfig
+from fsdp2_strategy import StrategyConfig
+from fsdp2_strategy.errors import ConfigError, ShardError
 
 
 def sinusoids(t, width=16):

@@ -17,12 +17,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fsdp2_strategy
-from fsdp2_strategy import FSDPV2Strategy, OffloadError, StrategyConfig, build_mesh, offload, reload
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, build_mesh
 from fsdp2_strategy.distributed import torch_internals
+from fsdp2_strategy.errors import OffloadError
 from fsdp2_strategy.hf import library_internals
-from fsdp2_strategy.model import unit_hooks
+from fsdp2_strategy.model import offload, reload, unit_hooks
 from fsdp2_strategy.model.fsdp_state import parameter_groups
-from fsdp2_strategy.model.offload import free_host_buffers
+from fsdp2_strategy.model.offloading import free_host_buffers
 
 PACKAGE = Path(fsdp2_strategy.__file__).parent
 INTERFACES = {Path(torch_internals.__file__), Path(library_internals.__file__)}

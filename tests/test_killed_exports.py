@@ -18,8 +18,9 @@ from helpers.folders import small_tokenizer
 from helpers.models import build
 from transformers import AutoModelForCausalLM
 
-from fsdp2_strategy import CheckpointError, load_weights, save_model, shard_model
-from fsdp2_strategy.hf import staged_folder
+from fsdp2_strategy import load_weights, save_model, shard_model
+from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.storage import staged_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # in peft
 
@@ -49,13 +50,13 @@ def adapted(value, r):
 
 
 def policy(value, out):
-    from fsdp2_strategy.vla import save_policy
+    from fsdp2_strategy.integrations.lerobot import save_policy
 
     save_policy(llama(value), out, train_config={"value": value})
 
 
 def critic(value, out):
-    from fsdp2_strategy.compat.lightrft.critic_export import save_critic
+    from fsdp2_strategy.integrations.lightrft.critic_export import save_critic
 
     model = torch.nn.Module()
     model.model, model.score = llama(value), torch.nn.Linear(32, 1)

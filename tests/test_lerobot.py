@@ -34,14 +34,14 @@ from helpers.versions import needs_index
 
 from fsdp2_strategy.data import ResumableLoader
 from fsdp2_strategy.errors import CorruptDataError, DataError
-from fsdp2_strategy.lerobot import LeRobotDataset, prefetch, video
-from fsdp2_strategy.lerobot.dataset import used_bytes
-from fsdp2_strategy.lerobot.dataset_source import LocalFiles
-from fsdp2_strategy.lerobot.fetching import EpisodeFetcher
-from fsdp2_strategy.lerobot.generate import DatasetWriter
-from fsdp2_strategy.lerobot.prefetch import EpisodePrefetcher
-from fsdp2_strategy.lerobot.video import Decoders
-from fsdp2_strategy.lerobot.worker_counters import NAMES, Counts
+from fsdp2_strategy.integrations.lerobot import LeRobotDataset, prefetch, video
+from fsdp2_strategy.integrations.lerobot.dataset import used_bytes
+from fsdp2_strategy.integrations.lerobot.dataset_source import LocalFiles
+from fsdp2_strategy.integrations.lerobot.fetching import EpisodeFetcher
+from fsdp2_strategy.integrations.lerobot.generate import DatasetWriter
+from fsdp2_strategy.integrations.lerobot.prefetch import EpisodePrefetcher
+from fsdp2_strategy.integrations.lerobot.video import Decoders
+from fsdp2_strategy.integrations.lerobot.worker_counters import NAMES, Counts
 
 LENGTHS = [5, 12, 7, 9, 3, 11, 8, 6]
 CAMERAS = ("observation.images.top", "observation.images.wrist")
@@ -349,7 +349,7 @@ def test_data_files_of_one_row_group_or_another_order_give_the_same_rows(roots, 
 
 COUNT_THREADS = """
 import os, sys, threading
-from fsdp2_strategy.lerobot import LeRobotDataset
+from fsdp2_strategy.integrations.lerobot import LeRobotDataset
 count = lambda: len(os.listdir("/proc/self/task")) - threading.active_count()
 before = count()
 dataset = LeRobotDataset(sys.argv[1])
@@ -652,7 +652,7 @@ def test_one_that_is_not_closed_leaves_nothing_when_it_is_gone(large, server, tm
 @pytest.mark.full
 def test_what_a_killed_process_left_is_swept_by_the_next(roots, tmp_path):
     code = (
-        "import sys, os, signal; from fsdp2_strategy.lerobot import LeRobotDataset; "
+        "import sys, os, signal; from fsdp2_strategy.integrations.lerobot import LeRobotDataset; "
         "d = LeRobotDataset(sys.argv[1], cache_dir=sys.argv[2]); d[0]; os.kill(os.getpid(), signal.SIGKILL)"
     )
     with contextlib.closing(LeRobotDataset(roots("gop 2"), cache_dir=tmp_path)) as living:

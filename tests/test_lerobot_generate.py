@@ -20,9 +20,9 @@ from helpers.barcodes import barcode, read_barcode, read_camera, write_barcoded
 from helpers.worlds import some_rows
 
 from fsdp2_strategy.errors import DataError
-from fsdp2_strategy.lerobot import episode_files, generate, video
-from fsdp2_strategy.lerobot.dataset import LeRobotDataset
-from fsdp2_strategy.lerobot.generate import DatasetWriter
+from fsdp2_strategy.integrations.lerobot import episode_files, generate, video
+from fsdp2_strategy.integrations.lerobot.dataset import LeRobotDataset
+from fsdp2_strategy.integrations.lerobot.generate import DatasetWriter
 
 TOP, WRIST, SIDE = "observation.images.top", "observation.images.wrist", "observation.images.side"
 

@@ -27,19 +27,12 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import fsdp2_strategy.checkpoint.save as saving
-from fsdp2_strategy import (
-    EMA,
-    CheckpointError,
-    ConfigError,
-    FSDPV2Strategy,
-    list_checkpoints,
-    sizes,
-    verify_checkpoint,
-)
+from fsdp2_strategy import EMA, FSDPV2Strategy, list_checkpoints, sizes, verify_checkpoint
 from fsdp2_strategy.cli import main
 from fsdp2_strategy.data import ResumableLoader
+from fsdp2_strategy.errors import CheckpointError, ConfigError
 from fsdp2_strategy.hf import save_plan
-from fsdp2_strategy.vla import LeRobotLayout, save_policy
+from fsdp2_strategy.integrations.lerobot import LeRobotLayout, save_policy
 
 
 @dataclass

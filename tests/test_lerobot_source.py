@@ -25,10 +25,10 @@ from helpers.http_server import FileServer
 from pyarrow import parquet
 
 from fsdp2_strategy.errors import DataError
-from fsdp2_strategy.lerobot import byte_cache
-from fsdp2_strategy.lerobot.byte_cache import BLOCK_BYTES as BLOCK
-from fsdp2_strategy.lerobot.dataset import used_bytes
-from fsdp2_strategy.lerobot.dataset_source import LocalFiles, RemoteFiles, open_source
+from fsdp2_strategy.integrations.lerobot import byte_cache
+from fsdp2_strategy.integrations.lerobot.byte_cache import BLOCK_BYTES as BLOCK
+from fsdp2_strategy.integrations.lerobot.dataset import used_bytes
+from fsdp2_strategy.integrations.lerobot.dataset_source import LocalFiles, RemoteFiles, open_source
 
 PATH = "videos/observation.images.top/chunk-000/file-000.mp4"
 SIZE = 40 * BLOCK + 1234

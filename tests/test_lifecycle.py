@@ -14,26 +14,17 @@ import torch.distributed as dist
 from helpers.models import build
 from helpers.worlds import some
 
-from fsdp2_strategy import (
-    CheckpointError,
-    ConfigError,
-    FSDPV2Strategy,
-    MeshError,
-    OptimizerError,
-    ShardError,
-    StepError,
-    StrategyConfig,
-    build_mesh,
-    list_checkpoints,
-)
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, build_mesh, list_checkpoints
 from fsdp2_strategy.distributed import agreement
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.process_group import group_timeout
 from fsdp2_strategy.distributed.torch_internals import timeout_of
+from fsdp2_strategy.errors import CheckpointError, ConfigError, MeshError, OptimizerError, ShardError, StepError
 
 ALONE = """
 import os, torch, torch.distributed as dist
-from fsdp2_strategy import FSDPV2Strategy, MeshError, build_mesh
+from fsdp2_strategy import FSDPV2Strategy, build_mesh
+from fsdp2_strategy.errors import MeshError
 try:
     build_mesh()
     raise SystemExit("no error")

@@ -13,16 +13,8 @@ from helpers.reference import assert_close, full_parameters
 from helpers.worlds import some, some_rows
 from torch import nn
 
-from fsdp2_strategy import (
-    ConfigError,
-    FSDPV2Strategy,
-    ResumableLoader,
-    StepError,
-    StrategyConfig,
-    backward,
-    build_optimizer,
-    optimizer_step,
-)
+from fsdp2_strategy import FSDPV2Strategy, ResumableLoader, StrategyConfig, backward, build_optimizer, optimizer_step
+from fsdp2_strategy.errors import ConfigError, StepError
 
 SIZES = some([2, 1, 3], [2, 1])
 

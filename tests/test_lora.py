@@ -32,7 +32,6 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
 from fsdp2_strategy import (
-    CheckpointError,
     FSDPV2Strategy,
     StrategyConfig,
     list_checkpoints,
@@ -42,13 +41,14 @@ from fsdp2_strategy import (
     sizes,
 )
 from fsdp2_strategy.cli import main
-from fsdp2_strategy.errors import RolloutError
-from fsdp2_strategy.hf import export, write
+from fsdp2_strategy.errors import CheckpointError, RolloutError
+from fsdp2_strategy.hf import export
 from fsdp2_strategy.hf.peft import merge
-from fsdp2_strategy.hf.safetensors_format import read_header
 from fsdp2_strategy.model.names import named_parameters
-from fsdp2_strategy.model.offload import offload, reload
+from fsdp2_strategy.model.offloading import offload, reload
 from fsdp2_strategy.rollout import TransformersEngine, stream_adapter, stream_weights, weight_checksums
+from fsdp2_strategy.storage import write
+from fsdp2_strategy.storage.safetensors_format import read_header
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # peft asks for it
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1}

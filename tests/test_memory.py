@@ -18,9 +18,11 @@ from helpers.worlds import some
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from transformers import AutoModelForCausalLM
 
-from fsdp2_strategy import EMA, OffloadError, build_optimizer, load_weights, offload, reload
+from fsdp2_strategy import EMA, build_optimizer, load_weights
 from fsdp2_strategy.checkpoint.training_state import optimizer_tensors
-from fsdp2_strategy.model.offload import CopyQueue, is_offloaded
+from fsdp2_strategy.errors import OffloadError
+from fsdp2_strategy.model import offload, reload
+from fsdp2_strategy.model.offloading import CopyQueue, is_offloaded
 from fsdp2_strategy.model.placeholders import _offloaded, values_of
 
 

@@ -19,7 +19,8 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 
-from fsdp2_strategy import CheckpointError, FSDPV2Strategy, init_on_meta, load_weights, shard_model
+from fsdp2_strategy import FSDPV2Strategy, init_on_meta, load_weights, shard_model
+from fsdp2_strategy.errors import CheckpointError
 
 # --- operations on tensors with and without memory --------------------------------------------------------------------
 

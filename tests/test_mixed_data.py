@@ -12,7 +12,8 @@ from helpers.models import _BASE, VOCAB, batch_of, build
 from helpers.reference import Unsharded, assert_close, assert_parameters_close, full_grads, full_parameters
 from helpers.worlds import some
 
-from fsdp2_strategy import FSDPV2Strategy, ShardError, StepError, StrategyConfig, explain, shard_model
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, explain, shard_model
+from fsdp2_strategy.errors import ShardError, StepError
 
 POLICIES = ("root", "dummy", "replicate")
 

@@ -18,13 +18,13 @@ from helpers.training import assert_same, full_state, strategy_for
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fsdp2_strategy import CheckpointError, list_checkpoints, sizes
+from fsdp2_strategy import list_checkpoints, sizes
 from fsdp2_strategy.cli import main
 from fsdp2_strategy.distributed.mesh import build_mesh
-from fsdp2_strategy.errors import DamageError
-from fsdp2_strategy.hf.safetensors_format import read_header
+from fsdp2_strategy.errors import CheckpointError, DamageError
 from fsdp2_strategy.model.fingerprint import Fingerprint, fingerprints, local_sums
 from fsdp2_strategy.sharding.shard import shard_model
+from fsdp2_strategy.storage.safetensors_format import read_header
 
 
 @pytest.mark.ranks(2)

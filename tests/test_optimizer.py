@@ -8,7 +8,8 @@ import torch.distributed as dist
 from helpers.models import build
 from torch import nn
 
-from fsdp2_strategy import FSDPV2Strategy, OptimizerError, build_mesh, build_optimizer, build_scheduler, shard_model
+from fsdp2_strategy import FSDPV2Strategy, build_mesh, build_optimizer, build_scheduler, shard_model
+from fsdp2_strategy.errors import OptimizerError
 from fsdp2_strategy.model.names import named_parameters
 
 

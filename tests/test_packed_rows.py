@@ -11,7 +11,7 @@ from helpers.training import strategy_for
 from torch import nn
 
 from fsdp2_strategy import token_log_probs
-from fsdp2_strategy.sequence.shard import positions_of_documents
+from fsdp2_strategy.hf.packed_rows import positions_of_documents
 
 LENGTHS = ((3, 5), (6, 2))
 """The lengths of the documents of two rows."""

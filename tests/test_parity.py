@@ -16,7 +16,8 @@ from helpers.reference import (
 )
 from helpers.worlds import matrix, some, worlds
 
-from fsdp2_strategy import FSDPV2Strategy, ShardError
+from fsdp2_strategy import FSDPV2Strategy
+from fsdp2_strategy.errors import ShardError
 
 WORLDS = (1, 2, 3, 4)
 STEPS = 3

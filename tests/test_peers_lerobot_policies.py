@@ -20,7 +20,8 @@ from helpers import lerobot_policies as real
 from helpers.peers import LACKS_ACCELERATOR, has_accelerator, skip_without_lerobot
 from helpers.reference import Unsharded, assert_close, full_grads, full_parameters
 
-from fsdp2_strategy import FSDPV2Strategy, LeRobotLayout, StrategyConfig
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
+from fsdp2_strategy.integrations.lerobot import LeRobotLayout
 from fsdp2_strategy.sharding.plan import plan_units
 from fsdp2_strategy.sharding.precision import Precision
 

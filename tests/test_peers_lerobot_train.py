@@ -18,12 +18,12 @@ import torch
 from helpers.peers import LACKS_ACCELERATOR, has_accelerator, skip_without_lerobot
 from safetensors.torch import load_file
 
-from fsdp2_strategy.lerobot.generate import DatasetWriter
+from fsdp2_strategy.integrations.lerobot.generate import DatasetWriter
 
 skip_without_lerobot()
 pytestmark = pytest.mark.skipif(not has_accelerator(), reason=LACKS_ACCELERATOR)
 
-THEIRS, OURS = "lerobot.scripts.lerobot_train", "fsdp2_strategy.lerobot.train"
+THEIRS, OURS = "lerobot.scripts.lerobot_train", "fsdp2_strategy.integrations.lerobot.train"
 POLICY = {
     "type": "act", "device": "cpu", "push_to_hub": "false", "pretrained_backbone_weights": "null", "dim_model": 32,
     "n_heads": 2, "dim_feedforward": 48, "chunk_size": 8, "n_action_steps": 8,

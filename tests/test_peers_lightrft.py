@@ -24,9 +24,9 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
-from fsdp2_strategy.compat.lightrft import LightRFTStrategy
-from fsdp2_strategy.compat.lightrft.settings import OPTIONS
 from fsdp2_strategy.config.strategy_config import StrategyConfig
+from fsdp2_strategy.integrations.lightrft import LightRFTStrategy
+from fsdp2_strategy.integrations.lightrft.settings import OPTIONS
 
 pytestmark = pytest.mark.xdist_group("lightrft")  # the runs are shared
 

@@ -14,7 +14,8 @@ from helpers.models import batch_of, build
 from helpers.reference import full_tensors
 from helpers.worlds import some
 
-from fsdp2_strategy import CheckpointError, FSDPV2Strategy, ShardError, StrategyConfig
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
+from fsdp2_strategy.errors import CheckpointError, ShardError
 
 QV, QO = ["q_proj", "v_proj"], ["q_proj", "o_proj"]
 LM = {"task_type": "CAUSAL_LM"}

@@ -26,7 +26,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map_only
 
-from fsdp2_strategy import FSDPV2Strategy, StepError, StrategyConfig, build_optimizer
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, build_optimizer
+from fsdp2_strategy.errors import StepError
 from fsdp2_strategy.model.names import matches, named_parameters
 
 # Where a gradient is zero but for rounding, Adam makes a step of it; this keeps the step as small as the rounding.

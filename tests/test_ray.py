@@ -28,16 +28,9 @@ import ray
 import ray_grpo
 from helpers.training import prepared, train
 
-from fsdp2_strategy import (
-    CheckpointError,
-    FSDPV2Strategy,
-    MeshError,
-    Rendezvous,
-    RendezvousServer,
-    RolloutError,
-    StrategyConfig,
-)
-from fsdp2_strategy.distributed import process_group
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
+from fsdp2_strategy.distributed import Rendezvous, RendezvousServer, process_group
+from fsdp2_strategy.errors import CheckpointError, MeshError, RolloutError
 
 pytestmark = [
     pytest.mark.full,

@@ -10,7 +10,7 @@ from helpers.versions import NEW_CONVERSIONS
 from transformers import core_model_loading as hf
 from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist
 
-from fsdp2_strategy.hf.regions import Computed, Region, assemble, sources_of
+from fsdp2_strategy.storage.regions import Computed, Region, assemble, sources_of
 
 
 def described(*shapes):

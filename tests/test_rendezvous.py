@@ -15,21 +15,14 @@ import torch.distributed as dist
 from helpers.pool import processes
 from helpers.training import prepared, train
 
-from fsdp2_strategy import (
-    CheckpointError,
-    FSDPV2Strategy,
-    MeshError,
-    Rendezvous,
-    RendezvousServer,
-    StepError,
-    StrategyConfig,
-)
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
 from fsdp2_strategy.checkpoint import background_save
 from fsdp2_strategy.checkpoint import save as saving
-from fsdp2_strategy.distributed import process_group, tcp_rendezvous
+from fsdp2_strategy.distributed import Rendezvous, RendezvousServer, process_group, tcp_rendezvous
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.rendezvous import fresh_store
 from fsdp2_strategy.distributed.tcp_rendezvous import LocalRank, _Place, local_ranks
+from fsdp2_strategy.errors import CheckpointError, MeshError, StepError
 
 
 def meet(store, world_size, late=()):

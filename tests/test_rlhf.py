@@ -16,12 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from fsdp2_strategy import (
     EMA,
-    CheckpointError,
-    ConfigError,
     FSDPadaptOptimizer,
     FSDPV2Strategy,
-    OptimizerError,
-    ShardError,
     StrategyConfig,
     build_mesh,
     build_optimizer,
@@ -29,9 +25,10 @@ from fsdp2_strategy import (
     is_mp_optimizer,
     shard_model,
 )
+from fsdp2_strategy.errors import CheckpointError, ConfigError, OptimizerError, ShardError
 from fsdp2_strategy.model.master_weights import masters_of
 from fsdp2_strategy.model.names import named_parameters
-from fsdp2_strategy.model.offload import is_offloaded
+from fsdp2_strategy.model.offloading import is_offloaded
 from fsdp2_strategy.optim.step import LossScale
 
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.95)}

@@ -25,7 +25,7 @@ from transformers.core_model_loading import PermuteForRope, WeightConverter
 from fsdp2_strategy import EMA, FSDPV2Strategy, StrategyConfig, build_mesh, save_model, shard_model, sizes
 from fsdp2_strategy.errors import OffloadError, RolloutError
 from fsdp2_strategy.model.fsdp_state import parameter_groups
-from fsdp2_strategy.model.offload import offload
+from fsdp2_strategy.model.offloading import offload
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.rollout import ENGINES, TransformersEngine, stream_weights, weight_checksums
 from fsdp2_strategy.rollout import bucket as bucket_module

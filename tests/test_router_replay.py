@@ -22,22 +22,11 @@ from helpers.versions import ROUTERS_CHOOSE, needs_routers_that_choose
 from helpers.worlds import some, some_rows
 from torch.nn.functional import one_hot, pad
 
-from fsdp2_strategy import (
-    FSDPV2Strategy,
-    RemoteEngine,
-    RolloutError,
-    Routing,
-    StrategyConfig,
-    TransformersEngine,
-    build_mesh,
-    record_routing,
-    replay_routing,
-    serve,
-    shard_model,
-    stream_weights,
-    token_log_probs,
-)
-from fsdp2_strategy.routing.plan import routers_of
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, build_mesh, shard_model, stream_weights, token_log_probs
+from fsdp2_strategy.errors import RolloutError
+from fsdp2_strategy.parallel import Routing, record_routing, replay_routing
+from fsdp2_strategy.parallel.routing.plan import routers_of
+from fsdp2_strategy.rollout import RemoteEngine, TransformersEngine, serve
 
 MODELS = ("mixtral", "qwen3_moe", "gpt_oss", *(["deepseek_v3"] if ROUTERS_CHOOSE else []))
 PROMPT, NEW = 9, 16

@@ -15,7 +15,7 @@ from helpers.trainers import launched, trainer_of, write_model
 from helpers.worlds import some, worlds
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
 
-from fsdp2_strategy.compat.transformers import with_fsdp2
+from fsdp2_strategy.integrations.trl import with_fsdp2
 
 pytest.importorskip("trl")
 

@@ -30,8 +30,8 @@ from transformers import AutoModelForCausalLM
 from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, token_log_probs
 from fsdp2_strategy.data import ResumableLoader
 from fsdp2_strategy.errors import CheckpointError, ConfigError, MeshError, SequenceError
+from fsdp2_strategy.parallel.sequence.split import SplitPlan
 from fsdp2_strategy.rollout import stream_weights, weight_checksums
-from fsdp2_strategy.sequence.split import SplitPlan
 
 OPTIONS = {"lr": 1e-3, "weight_decay": 0.1}
 LENGTH = 21
@@ -770,7 +770,7 @@ def test_ranks_that_would_split_a_model_in_different_ways_all_raise():
     plan = SplitPlan(packs=dist.get_rank() == 0)
     config = StrategyConfig(sequence_parallel_size=2, bf16=False)
     with (
-        patch("fsdp2_strategy.sequence.prepare.plan_split", lambda *_: plan),
+        patch("fsdp2_strategy.parallel.sequence.prepare.plan_split", lambda *_: plan),
         FSDPV2Strategy(config=config) as strategy,
         pytest.raises(SequenceError, match=r"ranks \[1\] differ from rank 0, expected the same result"),
     ):
@@ -863,7 +863,7 @@ def test_tokens_of_parts_count_once():
 
 OUTLIVES = """
 import builtins, torch, torch.distributed as dist
-from fsdp2_strategy import shard_sequence
+from fsdp2_strategy.parallel import shard_sequence
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 builtins.kept = shard_sequence({"input_ids": torch.ones(2, 8, dtype=torch.long)}, dist.group.WORLD)

@@ -22,8 +22,8 @@ from helpers.split import (
 from helpers.split_table import NAMES, NOT_BUILT, PAGE, entry_of, rows_of, table_version, written_table
 from helpers.worlds import some, some_rows
 
-from fsdp2_strategy.sequence import split_plan
-from fsdp2_strategy.sequence.split_plan import plan_split
+from fsdp2_strategy.parallel.sequence import split_plan
+from fsdp2_strategy.parallel.sequence.split_plan import plan_split
 
 USUAL = (
     "llama", "gemma3_text", "gpt_oss", "mixtral", "deepseek_v3", "gpt_bigcode", "gpt2", "bloom", "mamba2", "roberta",

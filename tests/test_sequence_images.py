@@ -13,10 +13,10 @@ from helpers.reference import Unsharded, assert_close, full_grads
 from helpers.worlds import some
 
 from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
-from fsdp2_strategy.sequence.ranks import run_in_threads
-from fsdp2_strategy.sequence.shard import shard_sequence
-from fsdp2_strategy.sequence.split import split_sequences
-from fsdp2_strategy.sequence.split_plan import plan_split
+from fsdp2_strategy.parallel.sequence.ranks import run_in_threads
+from fsdp2_strategy.parallel.sequence.shard import shard_sequence
+from fsdp2_strategy.parallel.sequence.split import split_sequences
+from fsdp2_strategy.parallel.sequence.split_plan import plan_split
 
 LENGTH = 23  # no number of ranks divides it
 IMAGE = VOCAB - 1

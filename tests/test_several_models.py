@@ -20,19 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
-from fsdp2_strategy import (
-    EMA,
-    CheckpointError,
-    ConfigError,
-    list_checkpoints,
-    load_checkpoint,
-    save_checkpoint,
-    verify_checkpoint,
-)
+from fsdp2_strategy import EMA, list_checkpoints, load_checkpoint, save_checkpoint, verify_checkpoint
 from fsdp2_strategy.checkpoint.training_state import optimizer_tensors
 from fsdp2_strategy.cli import main
 from fsdp2_strategy.data import ResumableLoader
-from fsdp2_strategy.errors import ArgumentError, DamageError
+from fsdp2_strategy.errors import ArgumentError, CheckpointError, ConfigError, DamageError
 from fsdp2_strategy.model.names import named_parameters
 
 

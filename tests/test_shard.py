@@ -36,16 +36,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from fsdp2_strategy import (
-    FSDPV2Strategy,
-    MeshError,
-    OptimizerError,
-    ShardError,
-    StrategyConfig,
-    build_mesh,
-    build_optimizer,
-    shard_model,
-)
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, build_mesh, build_optimizer, shard_model
+from fsdp2_strategy.errors import MeshError, OptimizerError, ShardError
 from fsdp2_strategy.model.fsdp_state import parameter_groups
 from fsdp2_strategy.model.names import named_parameters
 

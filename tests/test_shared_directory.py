@@ -27,12 +27,13 @@ from helpers.training import strategy_for, tags
 from helpers.worlds import some
 from torch import nn
 
-from fsdp2_strategy import CheckpointError, TrainerLayout, list_checkpoints, load_checkpoint, verify_checkpoint
-from fsdp2_strategy.checkpoint import deletion, directory, layout, lock
+from fsdp2_strategy import list_checkpoints, load_checkpoint, verify_checkpoint
+from fsdp2_strategy.checkpoint import deletion, directory, listing, lock
 from fsdp2_strategy.checkpoint.paths import CheckpointPaths
 from fsdp2_strategy.cli import main
-from fsdp2_strategy.errors import DamageError
-from fsdp2_strategy.vla import LeRobotLayout
+from fsdp2_strategy.errors import CheckpointError, DamageError
+from fsdp2_strategy.integrations.lerobot import LeRobotLayout
+from fsdp2_strategy.integrations.trl import TrainerLayout
 
 KINDS = ["own", "several", "lerobot", "trainer"]
 FULL = pytest.mark.full
@@ -128,7 +129,7 @@ def test_links_are_never_checkpoints_and_never_followed(tmp_path, kind):
     assert tags(run.folder) == [run.tag(4), run.tag(5)]
     assert {name: (run.folder / name).readlink().as_posix() for name in links} == links
     assert contents(archived) == before
-    assert layout.read_manifest(run.folder / run.tag(5))["sequence"] == 4
+    assert listing.read_manifest(run.folder / run.tag(5))["sequence"] == 4
     assert run.load() == 5
     with pytest.raises(CheckpointError, match=rf"{run.tag(1)} is a symbolic link, expected a new name"):
         run.save(1)
@@ -715,12 +716,12 @@ def test_a_disk_that_is_full_when_latest_is_replaced_does_not_fail_the_save(tmp_
         for number in (2, 3, 4):
             run.save(number)
     assert dist.get_rank() or any("is saved, but" in text and "No space left" in text for text in texts)
-    assert layout.latest_tag(tmp_path) == run.tag(1)
+    assert listing.latest_tag(tmp_path) == run.tag(1)
     assert tags(tmp_path) == [run.tag(1), run.tag(3), run.tag(4)], "latest does not name what rotation deleted"
     assert run.load() == 4
     run.save(5)
     dist.barrier()
-    assert layout.latest_tag(tmp_path) == run.tag(5) and tags(tmp_path) == [run.tag(4), run.tag(5)]
+    assert listing.latest_tag(tmp_path) == run.tag(5) and tags(tmp_path) == [run.tag(4), run.tag(5)]
 
 
 @pytest.mark.ranks(1)
@@ -794,7 +795,7 @@ def test_a_load_that_meets_rotation_reads_the_list_again(tmp_path, kind, at):
         shutil.copytree(tmp_path / run.tag(1), copy)
         manifest = CheckpointPaths.found_in(copy).manifest
         content = json.loads(manifest.read_text()) | {"tag": run.tag(2), "sequence": 2}
-        manifest.write_text(json.dumps(content | {"digest": layout.digest_of_manifest(content)}))
+        manifest.write_text(json.dumps(content | {"digest": listing.digest_of_manifest(content)}))
         copy.rename(tmp_path / run.tag(2))
         shutil.rmtree(tmp_path / run.tag(1))
 
@@ -816,7 +817,7 @@ def test_a_load_that_meets_rotation_reads_the_list_again(tmp_path, kind, at):
 
     def vanished(path, key=None):
         shutil.rmtree(path)
-        layout.read_manifest(path)
+        listing.read_manifest(path)
 
     messages = r"deleted or replaced while it was read|not a committed checkpoint"
     with patch.object(loading, "check_structure", vanished), pytest.raises(CheckpointError, match=messages):

@@ -14,23 +14,16 @@ import xxhash
 from helpers.models import build
 from helpers.training import prepared, strategy_for, train
 
-from fsdp2_strategy import (
-    ArgumentError,
-    CheckpointError,
-    DamageError,
-    FSDPV2Strategy,
-    StrategyConfig,
-    TrainerLayout,
-    list_checkpoints,
-    verify_checkpoint,
-)
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, list_checkpoints, verify_checkpoint
 from fsdp2_strategy.checkpoint import load_checkpoint, reader, save_checkpoint
-from fsdp2_strategy.checkpoint.layout import digest_of_manifest
+from fsdp2_strategy.checkpoint.listing import digest_of_manifest
 from fsdp2_strategy.checkpoint.paths import CheckpointPaths
 from fsdp2_strategy.checkpoint.signature import read_key
 from fsdp2_strategy.cli import main
+from fsdp2_strategy.errors import ArgumentError, CheckpointError, DamageError
+from fsdp2_strategy.integrations.lerobot import LeRobotLayout
+from fsdp2_strategy.integrations.trl import TrainerLayout
 from fsdp2_strategy.model.failed_loads import check_usable
-from fsdp2_strategy.vla import LeRobotLayout
 
 KINDS = ("own", "several", "lerobot", "trainer", "only trainable", "async")
 

@@ -20,13 +20,16 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 STRATEGIES = (
     "TrainingStrategy",
     "FSDPV2Strategy",
-    "VLAFSDPStrategy",
-    "compat.lightrft.LightRFTStrategy",
-    "compat.transformers.FSDP2Trainer",
-    "compat.verl.StrategyEngine",
-    "compat.lerobot.Accelerator",
+    "integrations.vitra.VLAFSDPStrategy",
+    "integrations.lightrft.LightRFTStrategy",
+    "integrations.trl.FSDP2Trainer",
+    "integrations.verl.StrategyEngine",
+    "integrations.lerobot.script.Accelerator",
 )
 """Classes whose every public method says whether it is collective."""
+
+MODULES = ("errors", "integrations.lerobot.script")
+"""Public modules that are no packages."""
 
 STATEMENT = re.compile(r"\b(not )?collective\b([^;]*?)(?=;|: |\. |\.$|$)", re.IGNORECASE)
 """The part of a docstring's first paragraph that says whether the call is collective, and under which condition."""
@@ -56,20 +59,22 @@ def exported(module):
     }
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return {name: imports.get(name, (module, name)) for name in ast.literal_eval(node.value)}
-    if "lazy_exports(__name__)" in file_of(module).read_text():
-        return {
-            alias.asname: (node.module, alias.name)
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom)
-            for alias in node.names
-            if alias.asname
-        }
+            names = table_of(tree) if ast.unparse(node.value) == "list(_MODULE_OF)" else ast.literal_eval(node.value)
+            return {name: imports.get(name, (module, name)) for name in names}
+    if module == "fsdp2_strategy.errors":
+        return {node.name: (module, node.name) for node in tree.body if isinstance(node, ast.ClassDef)}
     return {}
+
+
+def table_of(tree):
+    """Return the modules of names that are imported when they are first used."""
+    [table] = [n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "_MODULE_OF"]
+    return ast.literal_eval(table)
 
 
 def packages():
     found = [".".join(path.parent.relative_to(ROOT).parts) for path in PACKAGE.rglob("__init__.py")]
+    found += [f"fsdp2_strategy.{module}" for module in MODULES]
     return sorted(name for name in found if exported(name))
 
 

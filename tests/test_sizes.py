@@ -19,17 +19,17 @@ from helpers.training import assert_same, full_state, prepared, strategy_for, tr
 from helpers.worlds import some, some_rows
 
 import fsdp2_strategy
-import fsdp2_strategy.hf.write as write_module
+import fsdp2_strategy.storage.write as write_module
 from fsdp2_strategy import list_checkpoints, sizes, verify_checkpoint
-from fsdp2_strategy.checkpoint import directory, layout, paths, storage
+from fsdp2_strategy.checkpoint import directory, listing, paths, storage
 from fsdp2_strategy.cli import main
 from fsdp2_strategy.distributed.mesh import auto_shard_size
 from fsdp2_strategy.errors import DamageError
-from fsdp2_strategy.hf.checksums import digest_of
 from fsdp2_strategy.hf.output_files import file_bytes
-from fsdp2_strategy.hf.regions import Region
 from fsdp2_strategy.model.state import model_state
 from fsdp2_strategy.sharding import shard
+from fsdp2_strategy.storage.checksums import digest_of
+from fsdp2_strategy.storage.regions import Region
 
 NAMES = [name for name in vars(sizes) if name.isupper()]
 
@@ -117,9 +117,9 @@ def rewrite_list(path, change):
     change(listed)
     content = json.dumps(listed).encode()
     (path / name).write_bytes(content)
-    manifest = layout.read_manifest(path)
+    manifest = listing.read_manifest(path)
     manifest["files"][name], manifest["checksums"][name] = len(content), digest_of(content)
-    manifest["digest"] = layout.digest_of_manifest({k: v for k, v in manifest.items() if k != "digest"})
+    manifest["digest"] = listing.digest_of_manifest({k: v for k, v in manifest.items() if k != "digest"})
     directory.write_json(path / paths.MANIFEST, manifest)
 
 

@@ -15,17 +15,10 @@ from helpers.models import batch_of, build, loss_of
 from torch import nn
 
 import fsdp2_strategy
-from fsdp2_strategy import (
-    FSDPV2Strategy,
-    StepError,
-    StrategyConfig,
-    accumulation_of,
-    backward,
-    build_optimizer,
-    optimizer_step,
-    shard_model,
-)
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, backward, build_optimizer, optimizer_step, shard_model
+from fsdp2_strategy.errors import StepError
 from fsdp2_strategy.model.state import ATTACHED, Slot, attach, attached, model_state, remove_attached
+from fsdp2_strategy.optim import accumulation_of
 
 PACKAGE = Path(fsdp2_strategy.__file__).parent
 COUNT = Slot[int]("a count of the tests")
@@ -76,7 +69,7 @@ def test_no_other_table_of_models_is_kept():
         "distributed/background_store.py": {"_stores"},
         "distributed/process_group.py": {"_full_trainers", "_group_counts", "_joined"},
         "hf/meta/recorded_init.py": {"_recordings"},
-        "vla/epochs.py": {"_original_seeds"},
+        "integrations/vitra/epochs.py": {"_original_seeds"},
     }
     found = {}
     for path in PACKAGE.rglob("*.py"):

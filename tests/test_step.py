@@ -12,17 +12,10 @@ from helpers.reference import CountCollectives, Unsharded, assert_close, full_gr
 from torch import nn
 from torch.nn import functional as F
 
-from fsdp2_strategy import (
-    FSDPV2Strategy,
-    StepError,
-    StepResult,
-    StrategyConfig,
-    accumulation_of,
-    build_mesh,
-    clip_grad_norm,
-    shard_model,
-)
+from fsdp2_strategy import FSDPV2Strategy, StepResult, StrategyConfig, build_mesh, clip_grad_norm, shard_model
 from fsdp2_strategy.distributed.agreement import defer_error
+from fsdp2_strategy.errors import StepError
+from fsdp2_strategy.optim import accumulation_of
 
 
 def strategy_for(**config):

@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from helpers.models import build
 
-from fsdp2_strategy import FSDPV2Strategy, MeshError, Rendezvous, RendezvousServer, sizes
-from fsdp2_strategy.distributed import tcp_rendezvous
+from fsdp2_strategy import FSDPV2Strategy, sizes
+from fsdp2_strategy.distributed import Rendezvous, RendezvousServer, tcp_rendezvous
 from fsdp2_strategy.distributed.shared_secret import default_secret_file, shared_secret
-from fsdp2_strategy.errors import RolloutError
+from fsdp2_strategy.errors import MeshError, RolloutError
 from fsdp2_strategy.rollout import (
     RemoteEngine,
     SGLangEngine,

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from helpers.training import assert_same, strategy_for
 from torch import nn
 
-from fsdp2_strategy import EMA, RolloutError, load_weights
+from fsdp2_strategy import EMA, load_weights
+from fsdp2_strategy.errors import RolloutError
 from fsdp2_strategy.model.names import persistent_buffers
-from fsdp2_strategy.model.offload import offload, reload
+from fsdp2_strategy.model.offloading import offload, reload
 from fsdp2_strategy.rollout import stream_adapter, stream_weights
 
 CHANGED = "cannot stream .*: its weights have changed since the stream began, expected the weights of the call"

@@ -11,16 +11,8 @@ from helpers.reference import full_tensors
 from helpers.training import assert_same, strategy_for
 from torch import nn
 
-from fsdp2_strategy import (
-    EMA,
-    CheckpointError,
-    OptimizerError,
-    StepError,
-    build_optimizer,
-    load_checkpoint,
-    load_weights,
-    save_checkpoint,
-)
+from fsdp2_strategy import EMA, build_optimizer, load_checkpoint, load_weights, save_checkpoint
+from fsdp2_strategy.errors import CheckpointError, OptimizerError, StepError
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.optim.masters import FSDPadaptOptimizer
 from fsdp2_strategy.optim.step import backward, take_step

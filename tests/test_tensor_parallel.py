@@ -29,25 +29,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import dropout
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from fsdp2_strategy import (
-    ConfigError,
-    FSDPV2Strategy,
-    MeshError,
-    ShardError,
-    StepError,
-    StrategyConfig,
-    build_mesh,
-    explain,
-    shard_model,
-    token_log_probs,
-)
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, build_mesh, explain, shard_model, token_log_probs
+from fsdp2_strategy.errors import ConfigError, MeshError, ShardError, StepError
 from fsdp2_strategy.hf.skeleton import meta_skeleton
 from fsdp2_strategy.model.names import named_parameters
-from fsdp2_strategy.model.offload import offload, reload
+from fsdp2_strategy.model.offloading import offload, reload
 from fsdp2_strategy.model.ranks import ranks_per_layer
-from fsdp2_strategy.sharding import tensor_check
-from fsdp2_strategy.sharding.tensor_parallel import split_layers
-from fsdp2_strategy.sharding.tensor_plan import TensorPlan, plan_tensor_parallel
+from fsdp2_strategy.parallel.tensor import check as tensor_check
+from fsdp2_strategy.parallel.tensor.plan import TensorPlan, plan_tensor_parallel
+from fsdp2_strategy.parallel.tensor.split import split_layers
 
 pytestmark = [needs_split_layers, pytest.mark.filterwarnings("ignore::FutureWarning:transformers")]
 
@@ -407,12 +397,12 @@ def test_what_a_tiny_model_does_not_run_is_not_split():
     model.register_module("extra", nn.Linear(8, 8, dtype=torch.float64))
     plan = {**model.tp_plan, "extra": "colwise"}
     model.tp_plan = plan
-    with patch("fsdp2_strategy.sharding.tensor_check.original_class", lambda _: _WithExtra):
+    with patch("fsdp2_strategy.parallel.tensor.check.original_class", lambda _: _WithExtra):
         split_over_two().prepare_model(model, is_training=True)
     assert model.extra.weight.to_local().shape == (8, 8)
     model = small()
     model.register_module("extra", nn.Linear(8, 8, dtype=torch.float64))
-    with patch("fsdp2_strategy.sharding.tensor_check.original_class", lambda _: _WithExtra):
+    with patch("fsdp2_strategy.parallel.tensor.check.original_class", lambda _: _WithExtra):
         split_over_two().prepare_model(model, is_training=True, tensor_parallel_plan=plan)
     assert model.extra.weight.to_local().shape == (4, 8)
 
@@ -854,7 +844,7 @@ def test_models_that_cannot_be_split_are_refused_by_name():
 
 
 def test_an_old_transformers_is_refused():
-    with patch("fsdp2_strategy.sharding.tensor_plan.parallel_styles", dict):
+    with patch("fsdp2_strategy.parallel.tensor.plan.parallel_styles", dict):
         with pytest.raises(
             ShardError, match=r"has no tensor parallelism that works with .* expected version 5.23 or newer"
         ):
@@ -864,7 +854,7 @@ def test_an_old_transformers_is_refused():
 @pytest.mark.ranks(2)
 def test_a_tiny_model_that_the_ranks_do_not_divide_cannot_check_a_plan():
     model = small()
-    with patch("fsdp2_strategy.sharding.tensor_check._tiny_model", lambda _: small(intermediate_size=49)):
+    with patch("fsdp2_strategy.parallel.tensor.check._tiny_model", lambda _: small(intermediate_size=49)):
         with pytest.raises(
             ShardError, match=r"cannot be checked, .*gate_proj.weight over 2 ranks: its dimension 0 has"
         ):

@@ -8,8 +8,8 @@ import re
 import pytest
 import torch.distributed as dist
 
-from fsdp2_strategy.vla.shortages import shortages, warn_of_shortages
-from fsdp2_strategy.vla.throughput import Throughput
+from fsdp2_strategy.integrations.vitra.shortages import shortages, warn_of_shortages
+from fsdp2_strategy.integrations.vitra.throughput import Throughput
 
 ENOUGH = {
     "ranks": 4,

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fsdp2_strategy.errors import ConfigError
-from fsdp2_strategy.hf.tiny_config import MAX_EXPERTS, MAX_HEADS, ORDINARY_TOKENS, VOCABULARY, WINDOW, tiny_config
+from fsdp2_strategy.parallel.tiny_config import MAX_EXPERTS, MAX_HEADS, ORDINARY_TOKENS, VOCABULARY, WINDOW, tiny_config
 
 USUAL = (
     "llama", "qwen2", "qwen3_next", "mixtral", "deepseek_v3", "gemma3_text", "gpt_oss", "gpt2", "gpt_neox", "bloom",

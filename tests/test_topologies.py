@@ -31,9 +31,9 @@ from fsdp2_strategy import (
 )
 from fsdp2_strategy.checkpoint.training_state import optimizer_tensors
 from fsdp2_strategy.distributed.torch_internals import local_of
-from fsdp2_strategy.hf.verified_read import Reader
 from fsdp2_strategy.model.names import named_parameters, persistent_buffers
 from fsdp2_strategy.model.shards import local_shard, sharded_like
+from fsdp2_strategy.storage.verified_read import Reader
 
 pytestmark = [needs_split_layers, pytest.mark.filterwarnings("ignore::FutureWarning:transformers")]
 

@@ -14,16 +14,10 @@ from helpers.models import batch_of, loss_of
 from helpers.reference import CountCollectives
 from helpers.training import prepared, strategy_for
 
-from fsdp2_strategy import (
-    ArgumentError,
-    ConfigError,
-    JSONLinesTracker,
-    Metrics,
-    StepError,
-    StepResult,
-    StrategyConfig,
-    VLAMetrics,
-)
+from fsdp2_strategy import StepResult, StrategyConfig
+from fsdp2_strategy.errors import ArgumentError, ConfigError, StepError
+from fsdp2_strategy.integrations.vitra import VLAMetrics
+from fsdp2_strategy.tracking import Metrics
 
 STEP = {"step", "loss", "lr", "grad_norm", "seconds_per_step", "skipped"}
 
@@ -296,11 +290,3 @@ def test_a_missing_package_is_an_error_that_names_the_extra(tmp_path):
                 ConfigError, match=f"the package {name} is not installed, expected the extra 'tracking'"
             ):
                 Metrics(name, run_id="sft", run_dir=tmp_path)
-
-
-def test_old_locations_have_the_same_classes():
-    from fsdp2_strategy import tracking, vla
-
-    for name in ("JSONLinesTracker", "Tracker", "WeightsBiasesTracker"):
-        assert getattr(vla.metrics, name) is getattr(tracking, name) is getattr(vla, name)
-    assert tracking.JSONLinesTracker is JSONLinesTracker

@@ -26,18 +26,12 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-import fsdp2_strategy.hf.write as write_module
-from fsdp2_strategy import (
-    CheckpointError,
-    FSDPV2Strategy,
-    StrategyConfig,
-    TrainerLayout,
-    list_checkpoints,
-    sizes,
-    verify_checkpoint,
-)
+import fsdp2_strategy.storage.write as write_module
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, list_checkpoints, sizes, verify_checkpoint
 from fsdp2_strategy.checkpoint import directory
 from fsdp2_strategy.cli import main
+from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.integrations.trl import TrainerLayout
 
 
 def start(model):

@@ -17,11 +17,11 @@ from helpers.training import assert_same, full_state, prepared, strategy_for, tr
 from helpers.worlds import some_rows
 from transformers import AutoModelForCausalLM
 
-from fsdp2_strategy import CheckpointError, load_weights, verify_checkpoint
+from fsdp2_strategy import load_weights, verify_checkpoint
 from fsdp2_strategy.cli import main
-from fsdp2_strategy.errors import DamageError
-from fsdp2_strategy.hf import file_reads
-from fsdp2_strategy.hf.file_reads import SourceFile, read_file
+from fsdp2_strategy.errors import CheckpointError, DamageError
+from fsdp2_strategy.storage import file_reads
+from fsdp2_strategy.storage.file_reads import SourceFile, read_file
 
 
 @contextmanager

@@ -10,15 +10,16 @@ import torch
 from helpers.training import strategy_for
 from torch import nn
 
-from fsdp2_strategy import OptimizerError, build_optimizer, build_scheduler
-from fsdp2_strategy.model.names import named_parameters
-from fsdp2_strategy.vla import (
+from fsdp2_strategy import build_optimizer, build_scheduler
+from fsdp2_strategy.errors import OptimizerError
+from fsdp2_strategy.integrations.vitra import (
     GROUPS,
     MultiGroupLRScheduler,
-    get_constant_schedule_with_freeze_warmup,
     split_modality_collator,
     vla_parameter_groups,
 )
+from fsdp2_strategy.model.names import named_parameters
+from fsdp2_strategy.optim import get_constant_schedule_with_freeze_warmup
 
 
 class Backbone(nn.Module):

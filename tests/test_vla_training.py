@@ -27,25 +27,17 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from tqdm import tqdm
 from train_vla import open_demonstrations, write_demonstrations
 
-from fsdp2_strategy import (
-    CheckpointError,
-    ConfigError,
-    LeRobotLayout,
-    OptimizerError,
-    ShardError,
-    StepError,
-    StrategyConfig,
-    list_checkpoints,
-)
+from fsdp2_strategy import StrategyConfig, list_checkpoints
 from fsdp2_strategy.data import ResumableLoader
-from fsdp2_strategy.errors import DataError
-from fsdp2_strategy.lerobot.checkpoint_layout import TRAIN_CONFIG
+from fsdp2_strategy.errors import CheckpointError, ConfigError, DataError, OptimizerError, ShardError, StepError
+from fsdp2_strategy.integrations.lerobot import LeRobotLayout
+from fsdp2_strategy.integrations.lerobot.layout import TRAIN_CONFIG
+from fsdp2_strategy.integrations.vitra import VLAFSDPStrategy, VLAMetrics, vla_parameter_groups
+from fsdp2_strategy.integrations.vitra.summary import summary
 from fsdp2_strategy.model.fsdp_state import parameter_groups
 from fsdp2_strategy.model.gradients import clear_gradients
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.optim.step import take_step
-from fsdp2_strategy.vla import VLAFSDPStrategy, VLAMetrics, vla_parameter_groups
-from fsdp2_strategy.vla.summary import summary
 
 SAMPLES = 20  # 5 micro-batches of 2 on 2 ranks: an odd number
 

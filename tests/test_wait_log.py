@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from helpers.training import prepared
 
-from fsdp2_strategy import ConfigError, FSDPV2Strategy, StrategyConfig, build_mesh, shard_model
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, build_mesh, shard_model
 from fsdp2_strategy.distributed import collectives, wait_log
+from fsdp2_strategy.errors import ConfigError
 
 SECONDS = 1.0
 

@@ -31,13 +31,13 @@ from helpers.reference import (
 from helpers.worlds import some, worlds
 from torch import nn
 
-from fsdp2_strategy import FSDPV2Strategy, ShardError, StrategyConfig, explain, find_blocks
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, explain, find_blocks
 from fsdp2_strategy.distributed.torch_internals import fsdp_state_of, param_groups_of
-from fsdp2_strategy.errors import ConfigError
+from fsdp2_strategy.errors import ConfigError, ShardError
+from fsdp2_strategy.integrations.lerobot import register_policy
 from fsdp2_strategy.model.fsdp_state import reshard
 from fsdp2_strategy.optim.ema import EMA
 from fsdp2_strategy.sharding.known_policies import ENTRY_POINTS, _registered, policy_of
-from fsdp2_strategy.vla import register_policy
 
 
 @pytest.mark.parametrize("world", worlds(1, 2, 3))

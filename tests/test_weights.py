@@ -29,21 +29,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.init import orthogonal_
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
-from fsdp2_strategy import (
-    CheckpointError,
-    FSDPV2Strategy,
-    LoadReport,
-    build_mesh,
-    init_on_meta,
-    load_weights,
-    save_model,
-    shard_model,
-)
+from fsdp2_strategy import FSDPV2Strategy, build_mesh, init_on_meta, load_weights, save_model, shard_model
 from fsdp2_strategy.distributed import progress
-from fsdp2_strategy.errors import FSDP2StrategyError
-from fsdp2_strategy.hf import load, verified_read
+from fsdp2_strategy.errors import CheckpointError, FSDP2StrategyError
+from fsdp2_strategy.hf import load
+from fsdp2_strategy.hf.load_plan import LoadReport
 from fsdp2_strategy.hf.meta.recorded_init import recorded_tensor
-from fsdp2_strategy.hf.verified_read import Reader
+from fsdp2_strategy.storage import verified_read
+from fsdp2_strategy.storage.verified_read import Reader
 
 WORLDS = (1, 2, 3)
 

@@ -15,7 +15,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from fsdp2_strategy import FSDPV2Strategy, sampled_log_probs, token_log_probs
+from fsdp2_strategy import FSDPV2Strategy, token_log_probs
+from fsdp2_strategy.rollout import sampled_log_probs
 
 CHARACTERS = "0123456789+=\n_"
 END, PAD = CHARACTERS.index("\n"), CHARACTERS.index("_")

@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from fsdp2_strategy import CheckpointError, all_or_none, token_log_probs
+from fsdp2_strategy import token_log_probs
+from fsdp2_strategy.distributed import all_or_none
+from fsdp2_strategy.errors import CheckpointError
 
 LARGEST_DIFFERENCE = 0.05  # nats per token: rounding to bf16 changes log-probabilities by about 0.01
 CHECKED_TOKENS = 64

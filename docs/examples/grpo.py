@@ -44,7 +44,8 @@ from questions import Questions
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from fsdp2_strategy import FSDPV2Strategy, ImportanceInputs, StrategyConfig, importance_inputs
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
+from fsdp2_strategy.rollout import ImportanceInputs, importance_inputs
 
 EXAMPLES = Path(__file__).parent
 COMPARED = ("reward", "loss", "kl", "grad_norm", "tokens", "engine_difference")

@@ -17,7 +17,9 @@ import transformers
 from arithmetic import Batch
 from torch import nn
 
-from fsdp2_strategy import DataError, sampled_log_probs, token_log_probs
+from fsdp2_strategy import token_log_probs
+from fsdp2_strategy.errors import DataError
+from fsdp2_strategy.rollout import sampled_log_probs
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 PAD = -1  # in prompts, before they are sent to the engine; any token of the vocabulary may be in a prompt

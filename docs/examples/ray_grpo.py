@@ -28,8 +28,9 @@ from options import make_parser
 from ray.exceptions import RayActorError, RayTaskError
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsdp2_strategy import FSDPV2Strategy, Rendezvous, RendezvousServer
+from fsdp2_strategy import FSDPV2Strategy
 from fsdp2_strategy import rollout as inference
+from fsdp2_strategy.distributed import Rendezvous, RendezvousServer
 from fsdp2_strategy.rollout import RemoteEngine, TransformersEngine, listen_at_free_port, serve
 
 TRAINERS = 2

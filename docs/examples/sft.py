@@ -35,8 +35,11 @@ from options import from_mapping, make_parser, print_plan, read_settings
 from torch import nn
 from train_text import byte_tokenizer
 
-from fsdp2_strategy import DataError, FSDPV2Strategy, Metrics, StrategyConfig, all_or_none, token_log_probs
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, token_log_probs
 from fsdp2_strategy.data import ResumableLoader
+from fsdp2_strategy.distributed import all_or_none
+from fsdp2_strategy.errors import DataError
+from fsdp2_strategy.tracking import Metrics
 
 TEMPLATE = """{% for message in messages %}<|{{ message.role }}|>{% if message.role == 'assistant' %}\
 {% generation %}{{ message.content }}<|end|>{% endgeneration %}{% else %}{{ message.content }}<|end|>{% endif %}\

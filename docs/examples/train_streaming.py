@@ -37,10 +37,10 @@ from fsdp2_strategy.data import ResumableLoader
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.errors import DataError
-from fsdp2_strategy.lerobot import LeRobotDataset, Metadata
-from fsdp2_strategy.lerobot.generate import DatasetWriter
-from fsdp2_strategy.vla.shortages import warn_of_shortages
-from fsdp2_strategy.vla.throughput import Rates, Throughput
+from fsdp2_strategy.integrations.lerobot import LeRobotDataset, Metadata
+from fsdp2_strategy.integrations.lerobot.generate import DatasetWriter
+from fsdp2_strategy.integrations.vitra.shortages import warn_of_shortages
+from fsdp2_strategy.integrations.vitra.throughput import Rates, Throughput
 
 SIZE, PATCH = 96, 16  # of the images that the policy gets, and of the patch that becomes one token
 WIDTH, HEADS, LAYERS = 128, 4, 4

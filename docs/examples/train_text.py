@@ -26,8 +26,9 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from fsdp2_strategy import FSDPV2Strategy, Metrics, StrategyConfig
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
 from fsdp2_strategy.data import ResumableLoader
+from fsdp2_strategy.tracking import Metrics
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,9 +31,9 @@ from fsdp2_strategy.data import ResumableLoader
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.collectives import all_reduce
 from fsdp2_strategy.errors import DataError
-from fsdp2_strategy.lerobot import LeRobotDataset
-from fsdp2_strategy.lerobot.generate import DatasetWriter
-from fsdp2_strategy.vla import VLAFSDPStrategy, VLAMetrics, save_policy
+from fsdp2_strategy.integrations.lerobot import LeRobotDataset, save_policy
+from fsdp2_strategy.integrations.lerobot.generate import DatasetWriter
+from fsdp2_strategy.integrations.vitra import VLAFSDPStrategy, VLAMetrics
 
 LARGEST_DIFFERENCE = 0.1  # of normalised actions; with --bf16, the sharded policy computes in bf16
 UNSEEN = 1_000_000  # the first seed of tables without demonstrations

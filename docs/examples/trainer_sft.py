@@ -30,7 +30,7 @@ from options import make_parser, read_settings
 from sft import make_inputs
 
 from fsdp2_strategy import list_checkpoints
-from fsdp2_strategy.compat.transformers import with_fsdp2
+from fsdp2_strategy.integrations.trl import with_fsdp2
 
 
 def make_trainer(args: argparse.Namespace, settings: dict[str, dict[str, Any]]) -> transformers.Trainer:

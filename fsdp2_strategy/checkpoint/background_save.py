@@ -34,7 +34,7 @@ from fsdp2_strategy.distributed.process_group import (
     set_device,
 )
 from fsdp2_strategy.errors import CheckpointError, FSDP2StrategyError
-from fsdp2_strategy.model.offload import CopyQueue
+from fsdp2_strategy.model.offloading import CopyQueue
 
 _ALIGNMENT = 64
 

@@ -3,9 +3,7 @@
 `model/` is a folder for ``from_pretrained``. `wrapper/` contains the other tensors: those of a wrapper around the
 model, and the model's adapters. A save with ``only_trainable`` writes `trainable/` instead of both.
 
-LeRobot's layout has one file for the full policy, wrapper included, in `pretrained_model/`. For a policy with adapters,
-that folder contains only the adapters, and a load reads `training_state/trainable/`. The same holds in the layout of
-transformers' ``Trainer``, in which the checkpoint's directory itself is that folder.
+Another layout may have other folders; see `layout`.
 
 Input: a sharded model. Output of a save: the components to write. Output of a load: the location of each of the
 model's tensors in the files.
@@ -19,38 +17,33 @@ import sys
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from fsdp2_strategy.checkpoint.file_schemas import STATE_BYTES
-from fsdp2_strategy.checkpoint.gathered_policy import gathered_policy, save_with_own_method
 from fsdp2_strategy.checkpoint.load_options import NOT_STRICT
-from fsdp2_strategy.checkpoint.paths import MODEL, TRAINABLE, WRAPPER, CheckpointPaths
+from fsdp2_strategy.checkpoint.paths import TRAINABLE, WRAPPER, CheckpointPaths
 from fsdp2_strategy.checkpoint.reader import opened_around
 from fsdp2_strategy.checkpoint.storage import Component, LoadTargets, stored_in, targets_by_name
-from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.errors import CheckpointError, some
-from fsdp2_strategy.hf.json_files import write_text
 from fsdp2_strategy.hf.library_internals import names_not_saved
 from fsdp2_strategy.hf.load_plan import LoadReport, match_tensors
 from fsdp2_strategy.hf.mismatches import CHECKPOINT
 from fsdp2_strategy.hf.output_files import write_configuration
 from fsdp2_strategy.hf.peft.files import ADAPTER_WEIGHTS, AdapterFiles
 from fsdp2_strategy.hf.peft.merge import has_adapters, is_peft_model, names_without_adapters, without_adapter_modules
-from fsdp2_strategy.hf.regions import Region
 from fsdp2_strategy.hf.save_plan import TensorLayout, choose_layout, tensors_to_write
 from fsdp2_strategy.hf.skeleton import copy_module_shell, meta_skeleton
-from fsdp2_strategy.hf.trainer_layout import TrainerLayout
 from fsdp2_strategy.hf.transformers_models import inner_model, is_transformers_model
 from fsdp2_strategy.hf.weights_folder import WeightsSource, folder_of, open_folder
-from fsdp2_strategy.lerobot.checkpoint_layout import LeRobotLayout, PolicySidecars
 from fsdp2_strategy.model.fsdp_state import class_name
-from fsdp2_strategy.model.master_weights import masters_of
 from fsdp2_strategy.model.names import named_parameters, persistent_buffers
 from fsdp2_strategy.model.state import Slot, model_state
+from fsdp2_strategy.storage.json_files import write_text
+from fsdp2_strategy.storage.regions import Region
 
 # File names of tokenizers and processors. These files are copied from the folder that a model was loaded from.
 _TOKENIZER_FILES = (
@@ -87,7 +80,7 @@ class ModelComponents:
         inner = inner_model(root)
         base = without_adapter_modules(inner)
         tensors = tensors_to_write(base)
-        layout = _cached_tensor_layout(inner, base, tensors)
+        layout = cached_tensor_layout(inner, base, tensors)
         components = [Component.of(paths.model, tensors, layout.regions, metadata=layout.metadata)]
         if base is not root:
             inside = {id(tensor) for tensor in (*base.parameters(), *base.buffers())}
@@ -96,90 +89,8 @@ class ModelComponents:
                 components.append(Component.of(paths.state / WRAPPER, rest))
         return cls(components, SidecarFiles.of(paths.model, base, layout.regions, folder_of(inner)))
 
-    @classmethod
-    def of_trainer(
-        cls, root: nn.Module, paths: CheckpointPaths, trainer: TrainerLayout, left_out: Container[str] | None
-    ) -> ModelComponents:
-        """Lay out a model as transformers' ``Trainer`` does; collective.
 
-        Args:
-            root: the model.
-            paths: the checkpoint's paths.
-            trainer: the trainer's files.
-            left_out: see `of`; given for a model with adapters.
-
-        Raises:
-            CheckpointError: on every rank: the model trains other parameters in addition to its adapters.
-        """
-        adapters, tensors = AdapterFiles.of(root) if is_peft_model(root) else (None, {})
-        with all_or_none("lay out a model", CheckpointError):
-            model = cls.of(root, paths, left_out)
-            components = [*model.components, *_adapter_components(adapters, tensors, paths.model)]
-            return cls(components, replace(model.sidecars, adapters=adapters, texts=dict(trainer.files)))
-
-    @classmethod
-    def of_policy(
-        cls,
-        root: nn.Module,
-        paths: CheckpointPaths,
-        lerobot: LeRobotLayout,
-        left_out: Container[str] | None,
-        ema: Mapping[str, torch.Tensor] | None,
-    ) -> ModelComponents:
-        """Lay out a policy as LeRobot does; collective.
-
-        If there are averages, the policy is laid out twice: with its parameters, and in another folder with the
-        averages. The second folder is left out for a policy with adapters, and for one that writes itself.
-
-        Args:
-            root: the policy.
-            paths: the checkpoint's paths.
-            lerobot: the trainer's objects to save.
-            left_out: see `of`.
-            ema: averages of parameters by name, or None.
-
-        Raises:
-            CheckpointError: on every rank: the policy trains other parameters in addition to its adapters; or its own
-                `save_pretrained` was requested and cannot be used.
-        """
-        adapters, tensors = AdapterFiles.of(root) if is_peft_model(root) else (None, {})
-        full_policy = gathered_policy(root) if lerobot.gather_for_save_pretrained else None
-        with all_or_none("lay out a policy", CheckpointError):
-            base = root if adapters is None else without_adapter_modules(root)
-            regions: Mapping[str, Region] = {}
-            has_averaged_folder = False
-            if left_out is None:
-                own = tensors_to_write(base)
-                layout = _cached_tensor_layout(root, base, own)
-                regions = layout.regions
-                folder = paths.state / MODEL if lerobot.gather_for_save_pretrained else paths.model
-                components = [Component.of(folder, own, regions, max_file_bytes=sys.maxsize, metadata=layout.metadata)]
-                if has_averaged_folder := bool(ema) and adapters is None and not lerobot.gather_for_save_pretrained:
-                    averaged = _averaged(root, own, ema or {})
-                    layout = choose_layout(meta_skeleton(base), averaged)
-                    components.append(
-                        Component.of(
-                            paths.averaged,
-                            averaged,
-                            layout.regions,
-                            max_file_bytes=sys.maxsize,
-                            metadata=layout.metadata,
-                        )
-                    )
-            else:
-                components = cls.of(root, paths, left_out).components
-            components += _adapter_components(adapters, tensors, paths.model)
-            sidecars = replace(
-                SidecarFiles.of(paths.model, base, regions, folder_of(root)),
-                adapters=adapters,
-                policy=PolicySidecars.of(base, lerobot.train_config, lerobot.preprocessor, lerobot.postprocessor),
-                full_policy=full_policy,
-                also_in=paths.averaged if has_averaged_folder else None,
-            )
-        return cls(components, sidecars)
-
-
-def _adapter_components(
+def adapter_components(
     adapters: AdapterFiles | None, tensors: Mapping[str, torch.Tensor], folder: Path
 ) -> list[Component]:
     """Return a component for the file of each adapter, in peft's format."""
@@ -190,6 +101,17 @@ def _adapter_components(
         Component.of(adapters.adapter_folder(name, folder), tensors, regions, **options)
         for name, regions in adapters.regions.items()
     ]
+
+
+class FolderContent(Protocol):
+    """Files that a layout writes into the model's folder."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of the weights among them."""
+
+    def write(self, folder: Path) -> None:
+        """Write the files; one rank calls it."""
 
 
 @dataclass(frozen=True)
@@ -207,9 +129,8 @@ class SidecarFiles:
     source: Path | None = None
     """Folder to copy the tokenizer files from if no tokenizer is given."""
     adapters: AdapterFiles | None = None
-    policy: PolicySidecars | None = None
-    full_policy: nn.Module | None = None
-    """On rank 0, the unsharded policy, if its own `save_pretrained` writes weights and configuration."""
+    further: FolderContent | None = None
+    """Files of the layout."""
     also_in: Path | None = None
     """A second folder that gets the same files."""
     texts: Mapping[str, str] = field(default_factory=dict)
@@ -228,11 +149,11 @@ class SidecarFiles:
 
     @property
     def total_bytes(self) -> int:
-        """Size of the weights that the policy's own `save_pretrained` writes; 0 on ranks without the full policy."""
-        return sum(p.nbytes for p in self.full_policy.parameters()) if self.full_policy is not None else 0
+        """Size of the weights that the layout's own files contain; 0 on ranks that do not write them."""
+        return self.further.total_bytes if self.further is not None else 0
 
     def write(self, tokenizer: Any) -> None:
-        """Write the sidecar files: configurations, adapter and policy files, tokenizer; one rank calls it.
+        """Write the sidecar files: configurations, adapter files, those of the layout, tokenizer; one rank calls it.
 
         Without ``tokenizer``, the tokenizer files are copied from ``source``, and verified if it is in a checkpoint.
 
@@ -246,10 +167,8 @@ class SidecarFiles:
         if self.adapters is not None:
             for adapter in self.adapters.regions:
                 self.adapters.write_configuration(adapter, self.adapters.adapter_folder(adapter, self.folder))
-        if self.policy is not None:
-            self.policy.write(self.folder)
-        if self.full_policy is not None:  # last, because it replaces the configuration that was written above
-            save_with_own_method(self.full_policy, self.folder)
+        if self.further is not None:  # may replace the configuration that was written above
+            self.further.write(self.folder)
         self._write_tokenizer(tokenizer)
         for name, content in self.texts.items():
             write_text(self.folder / name, content)
@@ -266,17 +185,6 @@ class SidecarFiles:
                     shutil.copyfile(file, self.folder / file.name)
 
 
-def _averaged(
-    root: nn.Module, tensors: Mapping[str, torch.Tensor], ema: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Return a policy's tensors to write, with the averages in place of the parameters and their master weights."""
-    masters, average_of = masters_of(root), {}
-    for name, parameter in named_parameters(root).items():
-        if name in ema:
-            average_of[id(parameter)] = average_of[id(masters.get(id(parameter), parameter))] = ema[name]
-    return {name: average_of.get(id(tensor), tensor) for name, tensor in tensors.items()}
-
-
 def _tensors_of(root: nn.Module) -> dict[str, torch.Tensor]:
     return {**named_parameters(root), **persistent_buffers(root)}
 
@@ -285,7 +193,7 @@ _TENSOR_LAYOUT = Slot[tuple[object, TensorLayout]]("tensor layout in checkpoints
 """The last layout of a model. The first element of the tuple describes the tensors it was chosen for."""
 
 
-def _cached_tensor_layout(inner: nn.Module, base: nn.Module, tensors: Mapping[str, torch.Tensor]) -> TensorLayout:
+def cached_tensor_layout(inner: nn.Module, base: nn.Module, tensors: Mapping[str, torch.Tensor]) -> TensorLayout:
     """Return the tensor layout of ``model/``, cached until a name, shape, dtype or placement of a tensor changes.
 
     Args:

@@ -23,9 +23,9 @@ from fsdp2_strategy.checkpoint.paths import DATA
 from fsdp2_strategy.checkpoint.training_state import require_saved
 from fsdp2_strategy.distributed.process_group import data_size
 from fsdp2_strategy.errors import CheckpointError, shown
-from fsdp2_strategy.hf.json_files import check_json
-from fsdp2_strategy.hf.safetensors_format import tensors_in
-from fsdp2_strategy.hf.schema import InvalidError, json_value, parse_json
+from fsdp2_strategy.storage.json_files import check_json
+from fsdp2_strategy.storage.safetensors_format import tensors_in
+from fsdp2_strategy.storage.schema import InvalidError, json_value, parse_json
 
 _TREE = "tree"
 

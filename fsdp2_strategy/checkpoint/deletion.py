@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fsdp2_strategy.checkpoint.layout import hidden_path, is_own_directory, read_manifest
+from fsdp2_strategy.checkpoint.listing import hidden_path, is_own_directory, read_manifest
 from fsdp2_strategy.checkpoint.paths import (
     RNG,
     ROTATED,

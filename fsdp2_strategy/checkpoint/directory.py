@@ -28,7 +28,7 @@ from typing import Any
 from fsdp2_strategy import sizes
 from fsdp2_strategy.checkpoint.deletion import bytes_in, delete, delete_partial, hide
 from fsdp2_strategy.checkpoint.file_schemas import CHECKSUMS_BYTES, MAX_SEQUENCE, parse_checksums, read_small_file
-from fsdp2_strategy.checkpoint.layout import (
+from fsdp2_strategy.checkpoint.listing import (
     FORMAT,
     FORMAT_VERSION,
     FORMAT_VERSION_OF_SEVERAL,
@@ -60,8 +60,8 @@ from fsdp2_strategy.checkpoint.paths import (
 from fsdp2_strategy.checkpoint.signature import SIGNATURE, sha256_of, signature_of
 from fsdp2_strategy.distributed.log import logger
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.hf.checksums import ALGORITHM, Block, digest_of
-from fsdp2_strategy.hf.json_files import fsync, write_bytes, write_json
+from fsdp2_strategy.storage.checksums import ALGORITHM, Block, digest_of
+from fsdp2_strategy.storage.json_files import fsync, write_bytes, write_json
 
 NOT_CHECKPOINTS = (LOCK, *(f".*{suffix}/*" for suffix in (PARTIAL, REPLACED, REMOVED)))
 """Patterns of the other files in a directory of checkpoints: the lock, saves in flight, and deletions."""

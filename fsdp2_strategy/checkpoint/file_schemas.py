@@ -12,9 +12,9 @@ from typing import Any
 
 from fsdp2_strategy.checkpoint.paths import is_model_name
 from fsdp2_strategy.errors import DamageError, shown
-from fsdp2_strategy.hf.checksums import ALGORITHM
-from fsdp2_strategy.hf.file_reads import read_file
-from fsdp2_strategy.hf.schema import (
+from fsdp2_strategy.storage.checksums import ALGORITHM
+from fsdp2_strategy.storage.file_reads import read_file
+from fsdp2_strategy.storage.schema import (
     InvalidError,
     Schema,
     file_name,

@@ -53,15 +53,15 @@ from fsdp2_strategy.distributed.torch_internals import local_of
 from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.conversions import renames
 from fsdp2_strategy.hf.copy_folder import NewFolder, sidecars_in
-from fsdp2_strategy.hf.file_reads import read_file
 from fsdp2_strategy.hf.transformers_models import outermost_models
 from fsdp2_strategy.model.failed_loads import unusable_unless_done
 from fsdp2_strategy.model.gradients import clear_gradients
 from fsdp2_strategy.model.master_weights import refresh_masters_of
 from fsdp2_strategy.model.names import clean, named_parameters, persistent_buffers
-from fsdp2_strategy.model.offload import check_resident
+from fsdp2_strategy.model.offloading import check_resident
 from fsdp2_strategy.model.shards import local_shard
 from fsdp2_strategy.model.weight_versions import count_change
+from fsdp2_strategy.storage.file_reads import read_file
 
 Described = dict[str, tuple[tuple[int, ...], torch.dtype]]
 

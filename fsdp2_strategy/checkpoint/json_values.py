@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from fsdp2_strategy.errors import shown
-from fsdp2_strategy.hf.schema import InvalidError
+from fsdp2_strategy.storage.schema import InvalidError
 
 _FLOAT, _DICT, _COUNTER, _TENSOR = (f"__{name}__" for name in ("float", "dict", "counter", "tensor"))
 _TAGS = {_FLOAT, _DICT, _COUNTER, _TENSOR}

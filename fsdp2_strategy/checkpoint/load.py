@@ -33,7 +33,7 @@ from fsdp2_strategy.checkpoint.directory import recover
 from fsdp2_strategy.checkpoint.file_schemas import RANK_FILE_BYTES
 from fsdp2_strategy.checkpoint.foreign_formats import Foreign, find_foreign, is_foreign, load_foreign
 from fsdp2_strategy.checkpoint.gc_pause import gc_paused
-from fsdp2_strategy.checkpoint.layout import (
+from fsdp2_strategy.checkpoint.listing import (
     REPLACED,
     Checkpoint,
     checkpoints_nearby,
@@ -95,18 +95,18 @@ from fsdp2_strategy.distributed.process_group import (
     world_size,
 )
 from fsdp2_strategy.errors import ArgumentError, CheckpointError, DamageError, did_you_mean
-from fsdp2_strategy.hf.file_reads import read_repeats, repeated
 from fsdp2_strategy.hf.load_plan import LoadReport
-from fsdp2_strategy.hf.regions import Region, sources_of
-from fsdp2_strategy.hf.replicated_reads import divide_reads
-from fsdp2_strategy.hf.safetensors_format import read_header
-from fsdp2_strategy.hf.verified_read import log_repeated_reads, ranges_of
 from fsdp2_strategy.model.failed_loads import unusable_unless_done
 from fsdp2_strategy.model.gradients import clear_gradients
 from fsdp2_strategy.model.master_weights import refresh_masters_of
 from fsdp2_strategy.model.ranks import on_model_ranks
 from fsdp2_strategy.model.weight_versions import count_change
 from fsdp2_strategy.optim.schedule import check_schedule_of
+from fsdp2_strategy.storage.file_reads import read_repeats, repeated
+from fsdp2_strategy.storage.regions import Region, sources_of
+from fsdp2_strategy.storage.replicated_reads import divide_reads
+from fsdp2_strategy.storage.safetensors_format import read_header
+from fsdp2_strategy.storage.verified_read import log_repeated_reads, ranges_of
 
 
 @collective

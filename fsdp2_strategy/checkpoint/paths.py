@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.hf.file_reads import repeated
+from fsdp2_strategy.storage.file_reads import repeated
 
 MODEL = "model"
 WRAPPER = "wrapper"

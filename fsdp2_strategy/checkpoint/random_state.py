@@ -18,7 +18,7 @@ from safetensors.torch import load, save
 
 from fsdp2_strategy.config.arguments import check_number
 from fsdp2_strategy.errors import ArgumentError, DamageError, shortened
-from fsdp2_strategy.hf.safetensors_format import tensors_in
+from fsdp2_strategy.storage.safetensors_format import tensors_in
 
 
 def rng_content() -> bytes:

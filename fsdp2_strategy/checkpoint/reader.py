@@ -39,7 +39,7 @@ from fsdp2_strategy.checkpoint.file_schemas import (
     read_small_file,
 )
 from fsdp2_strategy.checkpoint.json_values import from_json_values
-from fsdp2_strategy.checkpoint.layout import models_in, read_manifest
+from fsdp2_strategy.checkpoint.listing import models_in, read_manifest
 from fsdp2_strategy.checkpoint.paths import (
     CHECKSUMS,
     EMA,
@@ -52,11 +52,11 @@ from fsdp2_strategy.checkpoint.paths import (
 )
 from fsdp2_strategy.checkpoint.signature import SIGNATURE, check_signature, sha256_of
 from fsdp2_strategy.errors import CheckpointError, DamageError
-from fsdp2_strategy.hf.checksums import Block, CheckedRange, Checksums, digest_of
-from fsdp2_strategy.hf.file_reads import SourceFile, size_of_file
-from fsdp2_strategy.hf.safetensors_format import MAX_HEADER_BYTES, Entry, read_header, read_into
-from fsdp2_strategy.hf.schema import InvalidError, Schema
 from fsdp2_strategy.hf.weights_folder import INDEX_BYTES
+from fsdp2_strategy.storage.checksums import Block, CheckedRange, Checksums, digest_of
+from fsdp2_strategy.storage.file_reads import SourceFile, size_of_file
+from fsdp2_strategy.storage.safetensors_format import MAX_HEADER_BYTES, Entry, read_header, read_into
+from fsdp2_strategy.storage.schema import InvalidError, Schema
 
 _THREADS = 4
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from fsdp2_strategy.checkpoint.layout import Checkpoint
+from fsdp2_strategy.checkpoint.listing import Checkpoint
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.hf.staged_folder import check_free_space
+from fsdp2_strategy.storage.staged_folder import check_free_space
 
 GB = 10**9
 

@@ -25,7 +25,8 @@ from fsdp2_strategy.checkpoint.components import ModelComponents, SidecarFiles
 from fsdp2_strategy.checkpoint.data_position import DataPosition, Loader
 from fsdp2_strategy.checkpoint.deletion import delete_partial
 from fsdp2_strategy.checkpoint.gc_pause import gc_paused
-from fsdp2_strategy.checkpoint.layout import latest_tag, list_checkpoints
+from fsdp2_strategy.checkpoint.layout import Layout
+from fsdp2_strategy.checkpoint.listing import latest_tag, list_checkpoints
 from fsdp2_strategy.checkpoint.lock import acquire, release_all
 from fsdp2_strategy.checkpoint.paths import (
     CHECKSUMS,
@@ -55,16 +56,14 @@ from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import is_rank_0, rank, world_size
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.hf.checksums import blocks_of, blocks_of_file
-from fsdp2_strategy.hf.json_files import as_json, check_json, write_bytes, write_text
 from fsdp2_strategy.hf.peft.merge import is_peft_model
 from fsdp2_strategy.hf.tokenizers import check_tokenizer
-from fsdp2_strategy.hf.trainer_layout import TrainerLayout
-from fsdp2_strategy.lerobot.checkpoint_layout import LeRobotLayout
 from fsdp2_strategy.model.failed_loads import check_usable
 from fsdp2_strategy.model.ranks import on_model_ranks
 from fsdp2_strategy.model.shards import shard_size_of_model
 from fsdp2_strategy.optim.schedule import check_schedule_of
+from fsdp2_strategy.storage.checksums import blocks_of, blocks_of_file
+from fsdp2_strategy.storage.json_files import as_json, check_json, write_bytes, write_text
 
 
 @collective
@@ -93,7 +92,7 @@ def save_checkpoint(
     async_save: bool = False,
     only_trainable: bool = False,
     meta: Mapping[str, Any] | None = None,
-    layout: LeRobotLayout | TrainerLayout | None = None,
+    layout: Layout | None = None,
     key_file: str | Path | None = None,
 ) -> Path:
     """Save a sharded model and its training state as one committed checkpoint; collective.
@@ -158,11 +157,12 @@ def save_checkpoint(
         ArgumentError: several models have invalid names, or an argument is no mapping by their names.
     """
     background_save.wait()
+    layout = layout or Layout()
     models = _objects_of_models(model, step, optimizer, scheduler, tokenizer=tokenizer, ema=ema, loss_scale=loss_scale)
     steps = {name: own.step for name, own in models.items()}
     request = SaveRequest(
         save_dir=as_path(save_dir, "save"),
-        tag=_default_tag(layout, max(steps.values())) if tag is None else tag,
+        tag=layout.tag(max(steps.values())) if tag is None else tag,
         steps=steps,
         max_num=max_num,
         max_mem=max_mem,
@@ -245,28 +245,14 @@ def _objects_of_models(models: Models, step: Any, optimizer: Any, scheduler: Any
 
 def _lay_out(
     name: str, own: _ModelObjects, request: SaveRequest
-) -> tuple[CheckpointPaths, ModelComponents | None, LeftOut | None]:
-    """Return the paths of a model, its components if another system's layout decides them, and what is left out.
-
-    Collective.
-    """
+) -> tuple[CheckpointPaths, ModelComponents, LeftOut | None]:
+    """Return the paths of a model, its components, and what is left out; collective."""
     root, layout, paths = own.model, request.layout, request.partial_paths
     if name != ONLY:
         paths = paths.of_model(name)
-    left_out = LeftOut.of(root) if request.only_trainable or (layout and is_peft_model(root)) else None
-    weights = left_out.weights if left_out else None
-    in_layout = None
-    if isinstance(layout, LeRobotLayout):
-        in_layout = ModelComponents.of_policy(root, paths, layout, weights, own.ema)
-    elif isinstance(layout, TrainerLayout):
-        in_layout = ModelComponents.of_trainer(root, paths, layout, weights)
-    return paths, in_layout, left_out
-
-
-def _default_tag(layout: LeRobotLayout | TrainerLayout | None, step: int) -> str:
-    if isinstance(layout, TrainerLayout):
-        return f"checkpoint-{step}"
-    return layout.tag(step) if layout else f"global_step{step}"
+    only_trainable = request.only_trainable or (layout.needs_adapters_only and is_peft_model(root))
+    left_out = LeftOut.of(root) if only_trainable else None
+    return paths, layout.components(root, paths, left_out.weights if left_out else None, own.ema), left_out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,7 +275,7 @@ class _SavePlan:
 
 def _plan(
     models: Mapping[str, _ModelObjects],
-    laid_out: Mapping[str, tuple[CheckpointPaths, ModelComponents | None, LeftOut | None]],
+    laid_out: Mapping[str, tuple[CheckpointPaths, ModelComponents, LeftOut | None]],
     request: SaveRequest,
     *,
     client_state: dict[str, Any],
@@ -313,8 +299,7 @@ def _plan(
     sidecars: list[tuple[SidecarFiles, Any]] = []
     states: dict[str, dict[str, Any]] = {}
     for name, own in models.items():
-        paths, in_layout, left_out = laid_out[name]
-        on_disk = in_layout or ModelComponents.of(own.model, paths, left_out.weights if left_out else None)
+        paths, on_disk, left_out = laid_out[name]
         of_training, states[name] = _training_state(own, paths, left_out)
         components += [*on_disk.components, *of_training]
         sidecars.append((on_disk.sidecars, own.tokenizer))

@@ -14,16 +14,15 @@ from pathlib import Path
 from typing import Any, Self
 
 from fsdp2_strategy.checkpoint import directory
-from fsdp2_strategy.checkpoint.layout import LAST, LATEST, check_tag
-from fsdp2_strategy.checkpoint.paths import META, TRAINING_STEP, CheckpointPaths
+from fsdp2_strategy.checkpoint.layout import Layout
+from fsdp2_strategy.checkpoint.listing import check_tag
+from fsdp2_strategy.checkpoint.paths import META, CheckpointPaths
 from fsdp2_strategy.checkpoint.rotation import check_limits
 from fsdp2_strategy.checkpoint.several_models import ONLY
 from fsdp2_strategy.distributed.agreement import check_equal, from_rank_0
 from fsdp2_strategy.distributed.process_group import is_rank_0, world_size
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.hf.json_files import as_json, check_json
-from fsdp2_strategy.hf.trainer_layout import TrainerLayout
-from fsdp2_strategy.lerobot.checkpoint_layout import LeRobotLayout
+from fsdp2_strategy.storage.json_files import as_json, check_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +42,7 @@ class SaveRequest:
     async_save: bool
     only_trainable: bool
     meta: Mapping[str, Any] | None
-    layout: LeRobotLayout | TrainerLayout | None
+    layout: Layout
     key_file: str | Path | None = None
     partial: str = ""
     """Name of the directory that the ranks write to before the commit; see [Note: hidden names] in `directory`."""
@@ -68,11 +67,14 @@ class SaveRequest:
         Raises:
             CheckpointError: on every rank: the requests differ.
         """
-        layout: object = self.layout and self.layout.kind
-        if isinstance(self.layout, LeRobotLayout):
-            layout = (self.layout.batch_size, self.layout.gather_for_save_pretrained)
         others = {name: value for name, value in vars(self).items() if name not in ("save_dir", "layout")}
-        arguments = (str(self.save_dir), layout, others, loss_scales, tuple(given is None for given in objects))
+        arguments = (
+            str(self.save_dir),
+            self.layout.shared_values(),
+            others,
+            loss_scales,
+            tuple(given is None for given in objects),
+        )
         expected = "the same directory, tag, step, limits and objects to save on all ranks. Pass the same arguments."
         check_equal("save", arguments, CheckpointError, expected)
 
@@ -82,16 +84,16 @@ class SaveRequest:
         Raises:
             CheckpointError: the tag, a limit, the metric, a tokenizer, the layout or ``meta`` is invalid.
         """
-        if self.layout is not None and ONLY not in self.steps:
+        if self.layout.kind != "own" and ONLY not in self.steps:
             raise CheckpointError(
                 f"cannot save the models {', '.join(self.steps)} in the layout of {type(self.layout).__name__}: it has "
                 "one model, expected our own layout. Omit layout, or save the model alone."
             )
-        check_tag(self.tag, reserved=LAST if isinstance(self.layout, LeRobotLayout) else LATEST)
+        check_tag(self.tag, reserved=self.layout.newest_name)
         check_limits(self.max_num, self.max_mem)
         if self.metric is not None and not math.isfinite(self.metric):
             raise CheckpointError(f"cannot save: metric is {self.metric}, expected a finite number. Pass metric=None.")
-        if self.only_trainable and any(each is not None for each in tokenizers) and self.layout is None:
+        if self.only_trainable and any(each is not None for each in tokenizers) and self.layout.kind == "own":
             raise CheckpointError(
                 "cannot save the tokenizer: only_trainable is True, expected a checkpoint with a folder for "
                 "from_pretrained. Omit the tokenizer, or save the full model."
@@ -122,8 +124,7 @@ class SaveRequest:
     @property
     def partial_paths(self) -> CheckpointPaths:
         """The paths under ``.partial``, where the files are written before the commit."""
-        kind = self.layout.kind if self.layout else "own"
-        return CheckpointPaths.of(self.save_dir / self.partial, kind)
+        return CheckpointPaths.of(self.save_dir / self.partial, self.layout.kind)
 
     def manifest_entries(self, shard_sizes: Mapping[str, int]) -> dict[str, Any]:
         """Return the request's values for the manifest, from the shard size of each model."""
@@ -142,6 +143,4 @@ class SaveRequest:
     def json_files(self, shard_size: int) -> dict[str, str]:
         """Return the JSON files for other programs: content by file name."""
         files = {} if self.meta is None else {META: as_json(self.meta)}
-        if isinstance(self.layout, LeRobotLayout):
-            files[TRAINING_STEP] = as_json(self.layout.training_step(self.step, world_size(), shard_size))
-        return files
+        return files | self.layout.json_files(self.step, world_size(), shard_size)

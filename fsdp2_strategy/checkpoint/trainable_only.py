@@ -35,10 +35,7 @@ from fsdp2_strategy.errors import CheckpointError, DamageError, counted, some
 from fsdp2_strategy.hf.load_plan import match_tensors
 from fsdp2_strategy.hf.mismatches import CHECKPOINT
 from fsdp2_strategy.hf.peft.merge import names_without_adapters
-from fsdp2_strategy.hf.regions import Region
-from fsdp2_strategy.hf.replicated_reads import divide_reads
 from fsdp2_strategy.hf.transformers_models import outermost_models
-from fsdp2_strategy.hf.verified_read import Reader
 from fsdp2_strategy.hf.weights_folder import folder_of, open_folder
 from fsdp2_strategy.model.fingerprint import Fingerprint, changed_since_initial, fingerprints, local_sums
 from fsdp2_strategy.model.fsdp_state import class_name
@@ -46,6 +43,9 @@ from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.model.placeholders import values_of
 from fsdp2_strategy.model.shards import sharded_like
 from fsdp2_strategy.model.state import Slot, model_state
+from fsdp2_strategy.storage.regions import Region
+from fsdp2_strategy.storage.replicated_reads import divide_reads
+from fsdp2_strategy.storage.verified_read import Reader
 
 _LAST_COMPARISON = Slot[tuple[frozenset[str], frozenset[str]]]("last comparison of frozen weights with folders")
 """The input of the last comparison (fingerprints, and sizes and times of files), and its result: names of weights."""

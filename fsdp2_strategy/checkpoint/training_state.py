@@ -28,13 +28,13 @@ from fsdp2_strategy.checkpoint.load_options import NO_OPTIMIZER, NO_SCHEDULER, N
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.torch_internals import local_of
 from fsdp2_strategy.errors import CheckpointError, shown, some
-from fsdp2_strategy.hf.json_files import check_json
 from fsdp2_strategy.model.fsdp_state import is_sharded, reshard
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.model.shards import sharded_like
 from fsdp2_strategy.model.swapped_weights import check_own_weights
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.optim.masters import FSDPadaptOptimizer
+from fsdp2_strategy.storage.json_files import check_json
 
 _T = TypeVar("_T")
 

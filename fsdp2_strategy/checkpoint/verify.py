@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from fsdp2_strategy import sizes
-from fsdp2_strategy.checkpoint.layout import REMOVED, extra_entries, hidden_in, models_in
+from fsdp2_strategy.checkpoint.listing import REMOVED, extra_entries, hidden_in, models_in
 from fsdp2_strategy.checkpoint.paths import RNG, as_path, identity_of
 from fsdp2_strategy.checkpoint.random_state import RNG_BYTES, check_rng
 from fsdp2_strategy.checkpoint.reader import Opened, open_checkpoint, problems_in
@@ -22,10 +22,10 @@ from fsdp2_strategy.checkpoint.signature import read_key
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.progress import Progress
 from fsdp2_strategy.errors import CheckpointError, counted
-from fsdp2_strategy.hf.checksums import CheckedRange
-from fsdp2_strategy.hf.file_reads import read_repeats
-from fsdp2_strategy.hf.safetensors_format import Entry, read_header
 from fsdp2_strategy.hf.weights_folder import read_index
+from fsdp2_strategy.storage.checksums import CheckedRange
+from fsdp2_strategy.storage.file_reads import read_repeats
+from fsdp2_strategy.storage.safetensors_format import Entry, read_header
 
 _THREADS = 4
 _MAX_PROBLEMS = 1000

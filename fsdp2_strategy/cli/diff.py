@@ -14,15 +14,15 @@ from functools import partial
 import torch
 
 from fsdp2_strategy import sizes
-from fsdp2_strategy.checkpoint.layout import models_in
+from fsdp2_strategy.checkpoint.listing import models_in
 from fsdp2_strategy.checkpoint.reader import Opened, opened_with_headers
 from fsdp2_strategy.checkpoint.storage import stored_in
 from fsdp2_strategy.cli.found import components_in, key_of, read_newest
 from fsdp2_strategy.cli.output import Output
 from fsdp2_strategy.errors import counted
-from fsdp2_strategy.hf.regions import Region
-from fsdp2_strategy.hf.safetensors_format import Entry
-from fsdp2_strategy.hf.verified_read import Reader, ReadRequest
+from fsdp2_strategy.storage.regions import Region
+from fsdp2_strategy.storage.safetensors_format import Entry
+from fsdp2_strategy.storage.verified_read import Reader, ReadRequest
 
 
 def run(parsed: argparse.Namespace, output: Output) -> int:

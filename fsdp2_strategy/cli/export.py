@@ -10,7 +10,7 @@ import argparse
 import torch
 
 from fsdp2_strategy.checkpoint.foreign_formats import export_foreign, find_foreign
-from fsdp2_strategy.checkpoint.layout import (
+from fsdp2_strategy.checkpoint.listing import (
     checkpoints_with_manifest,
     describe_missing,
     is_checkpoint,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TypeVar
 
-from fsdp2_strategy.checkpoint.layout import (
+from fsdp2_strategy.checkpoint.listing import (
     Checkpoint,
     checkpoints_with_manifest,
     describe_missing,

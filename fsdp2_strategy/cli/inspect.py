@@ -12,14 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsdp2_strategy.checkpoint.layout import extra_entries, models_in, read_checkpoint
+from fsdp2_strategy.checkpoint.listing import extra_entries, models_in, read_checkpoint
 from fsdp2_strategy.checkpoint.paths import CheckpointPaths
 from fsdp2_strategy.checkpoint.reader import Opened, opened_with_headers
 from fsdp2_strategy.checkpoint.storage import stored_in
 from fsdp2_strategy.cli.found import components_in, key_of, read_newest
 from fsdp2_strategy.cli.output import Output
 from fsdp2_strategy.errors import counted, size_text
-from fsdp2_strategy.hf.safetensors_format import Entry
+from fsdp2_strategy.storage.safetensors_format import Entry
 
 _LAYOUTS = {"own": "fsdp2_strategy", "lerobot": "LeRobot", "trainer": "transformers Trainer"}
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fsdp2_strategy.checkpoint.layout import Checkpoint
+from fsdp2_strategy.checkpoint.listing import Checkpoint
 from fsdp2_strategy.checkpoint.paths import TRAINABLE, CheckpointPaths, exists, is_directory
 from fsdp2_strategy.cli.found import checkpoints_at, extra_in, extra_text
 from fsdp2_strategy.cli.output import Output

@@ -1,8 +1,7 @@
-"""Reject unknown keyword arguments of the strategies' methods; accept the earlier names of arguments for one release.
+"""Reject unknown keyword arguments of the strategies' methods, and arguments that are no such number or choice.
 
-Input: a strategy class, or a function. Output: the same class, whose public methods raise ArgumentError for an unknown
-keyword; the same function, which warns about an earlier name. `check_inputs` is for functions that pass further
-keywords on to a model.
+Input: a strategy class. Output: the same class, whose public methods raise ArgumentError for an unknown keyword.
+`check_inputs` is for functions that pass further keywords on to a model.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import functools
 import inspect
 import math
 import numbers
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
@@ -23,7 +21,6 @@ from fsdp2_strategy.config.strategy_config import StrategyConfig
 from fsdp2_strategy.errors import ArgumentError, FSDP2StrategyError, did_you_mean
 
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., Any])
 
 _MISSPELLED = 0.75
 """Similarity above which a name is a misspelled option; names of inputs of transformers' models reach 0.67."""
@@ -147,31 +144,3 @@ def check_inputs(
                 f"cannot {action}: {name!r} is neither an option of this function nor an argument of the model's "
                 f"forward, expected one of these.{hint}"
             )
-
-
-def renamed_argument(old: str, new: str) -> Callable[[F], F]:
-    """Return a decorator: the function accepts the earlier name of an argument for one release.
-
-    The function then issues a DeprecationWarning. It raises ArgumentError if both names are given, or the earlier name
-    and a positional argument in its place.
-    """
-
-    def decorate(function: F) -> F:
-        position = list(inspect.signature(function).parameters).index(new)
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if old in kwargs:
-                if new in kwargs or len(args) > position:
-                    raise ArgumentError(
-                        f"cannot call {function.__name__}: {old!r} and {new!r} are the same argument, expected one of "
-                        f"them. Pass {new!r}."
-                    )
-                message = f"{function.__name__}: {old!r} is now {new!r}; the next release removes the old name"
-                warnings.warn(message, DeprecationWarning, stacklevel=2)
-                kwargs[new] = kwargs.pop(old)
-            return function(*args, **kwargs)
-
-        return call  # type: ignore[return-value]
-
-    return decorate

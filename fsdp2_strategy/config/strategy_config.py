@@ -10,10 +10,10 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from fsdp2_strategy.config.accelerate import fields_of
 from fsdp2_strategy.config.aliases import read_mapping, resolve_aliases, split_arguments
 from fsdp2_strategy.errors import ConfigError, did_you_mean
 
@@ -286,7 +286,8 @@ class StrategyConfig:
             >>> config = StrategyConfig.from_accelerate("docs/examples/fsdp.yaml")  # doctest: +SKIP
             >>> config = config.replace(max_norm=1.0, train_batch_size=64)  # doctest: +SKIP
         """
-        return cls(**fields_of(path))
+        # The core knows no integration: this one is imported when it is asked for.
+        return cls(**import_module("fsdp2_strategy.integrations.accelerate.config_file").fields_of(path))
 
     @classmethod
     def from_args(cls, args: object) -> StrategyConfig:

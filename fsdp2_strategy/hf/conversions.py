@@ -24,12 +24,12 @@ from torch import nn
 
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.library_internals import adjust_load_report, optional_name_patterns, set_conversions
-from fsdp2_strategy.hf.regions import Region
-from fsdp2_strategy.hf.safetensors_format import Entry
 from fsdp2_strategy.hf.skeleton import meta_skeleton
 from fsdp2_strategy.hf.weights_folder import WeightsSource
 from fsdp2_strategy.model.boxes import row_major
 from fsdp2_strategy.model.names import clean
+from fsdp2_strategy.storage.regions import Region
+from fsdp2_strategy.storage.safetensors_format import Entry
 
 
 @dataclass(frozen=True)

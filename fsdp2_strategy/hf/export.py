@@ -34,7 +34,6 @@ from fsdp2_strategy.hf.output_files import (
 )
 from fsdp2_strategy.hf.peft.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterFiles
 from fsdp2_strategy.hf.peft.merge import Merged, without_adapters
-from fsdp2_strategy.hf.regions import Region
 from fsdp2_strategy.hf.round_trip import round_trips
 from fsdp2_strategy.hf.save_plan import (
     gathered_write_requests,
@@ -46,14 +45,15 @@ from fsdp2_strategy.hf.save_plan import (
     write_requests,
 )
 from fsdp2_strategy.hf.skeleton import meta_skeleton
-from fsdp2_strategy.hf.staged_folder import StagedFolder
 from fsdp2_strategy.hf.tokenizers import check_tokenizer
 from fsdp2_strategy.hf.transformers_models import is_transformers_model
-from fsdp2_strategy.hf.write import force_to_disk, write_all
 from fsdp2_strategy.model.failed_loads import check_usable
 from fsdp2_strategy.model.fsdp_state import class_name, reshard
 from fsdp2_strategy.model.ranks import on_model_ranks
 from fsdp2_strategy.model.wrappers import unwrap_model
+from fsdp2_strategy.storage.regions import Region
+from fsdp2_strategy.storage.staged_folder import StagedFolder
+from fsdp2_strategy.storage.write import force_to_disk, write_all
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

@@ -23,7 +23,6 @@ from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import current_device
 from fsdp2_strategy.errors import CheckpointError, counted, some
-from fsdp2_strategy.hf.file_reads import read_repeats
 from fsdp2_strategy.hf.load_plan import LoadReport, Target, check_ties, match_tensors, tensor_at
 from fsdp2_strategy.hf.meta.initialize import (
     PlainWithoutValues,
@@ -42,10 +41,7 @@ from fsdp2_strategy.hf.meta.recorded_init import (
 )
 from fsdp2_strategy.hf.mismatches import LOAD_WEIGHTS, PREPARE_MODEL, Advice
 from fsdp2_strategy.hf.peft.merge import names_without_adapters
-from fsdp2_strategy.hf.regions import sources_of
-from fsdp2_strategy.hf.replicated_reads import divide_reads
 from fsdp2_strategy.hf.transformers_models import inner_model, is_transformers_model
-from fsdp2_strategy.hf.verified_read import Reader, log_repeated_reads
 from fsdp2_strategy.hf.weights_folder import CONFIG, WeightsSource, open_folder, origin_of
 from fsdp2_strategy.model.failed_loads import mark_usable
 from fsdp2_strategy.model.fingerprint import store_initial_sums
@@ -56,6 +52,10 @@ from fsdp2_strategy.model.ranks import on_model_ranks
 from fsdp2_strategy.model.swapped_weights import check_own_weights
 from fsdp2_strategy.model.weight_versions import count_change
 from fsdp2_strategy.model.wrappers import unwrap_model
+from fsdp2_strategy.storage.file_reads import read_repeats
+from fsdp2_strategy.storage.regions import sources_of
+from fsdp2_strategy.storage.replicated_reads import divide_reads
+from fsdp2_strategy.storage.verified_read import Reader, log_repeated_reads
 
 
 @collective

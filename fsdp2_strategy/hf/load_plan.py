@@ -20,12 +20,12 @@ from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.conversions import Recipe, recipe_for
 from fsdp2_strategy.hf.meta.recorded_init import recorded_tensor
 from fsdp2_strategy.hf.mismatches import LOAD_WEIGHTS, Advice, Shapes, describe_shapes
-from fsdp2_strategy.hf.regions import Region, sources_of
-from fsdp2_strategy.hf.replicated_reads import read_requests_for
-from fsdp2_strategy.hf.verified_read import Reader, ReadRequest
 from fsdp2_strategy.hf.weights_folder import WeightsSource, read_headers
 from fsdp2_strategy.model.fsdp_state import class_name
 from fsdp2_strategy.model.names import clean, tied_names
+from fsdp2_strategy.storage.regions import Region, sources_of
+from fsdp2_strategy.storage.replicated_reads import read_requests_for
+from fsdp2_strategy.storage.verified_read import Reader, ReadRequest
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ import torch
 
 from fsdp2_strategy import sizes
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.hf.json_files import write_text
-from fsdp2_strategy.hf.regions import Region
-from fsdp2_strategy.hf.safetensors_format import CONVERTED, Entry, lay_out, write_from
 from fsdp2_strategy.hf.transformers_models import is_transformers_model
-from fsdp2_strategy.hf.write import opened
+from fsdp2_strategy.storage.json_files import write_text
+from fsdp2_strategy.storage.regions import Region
+from fsdp2_strategy.storage.safetensors_format import CONVERTED, Entry, lay_out, write_from
+from fsdp2_strategy.storage.write import opened
 
 
 @dataclass(frozen=True)

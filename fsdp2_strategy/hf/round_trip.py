@@ -20,11 +20,11 @@ import torch
 
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.conversions import recipe_for
-from fsdp2_strategy.hf.regions import Computed, Piece, Region, sources_of
-from fsdp2_strategy.hf.safetensors_format import Entry
 from fsdp2_strategy.hf.weights_folder import WeightsSource, source_of_weights
 from fsdp2_strategy.model.boxes import row_major
 from fsdp2_strategy.model.names import clean
+from fsdp2_strategy.storage.regions import Computed, Piece, Region, sources_of
+from fsdp2_strategy.storage.safetensors_format import Entry
 
 _MAX_PARTS = 10_000
 """A piece that would be split into more parts counts as not restored. No conversion of transformers needs as many."""

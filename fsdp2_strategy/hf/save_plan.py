@@ -26,18 +26,18 @@ from fsdp2_strategy.distributed.torch_internals import local_of, non_persistent_
 from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.conversions import hub_regions
 from fsdp2_strategy.hf.library_internals import dtype_plan, names_not_saved
-from fsdp2_strategy.hf.regions import Computed, Region, assemble, sources_of
 from fsdp2_strategy.hf.round_trip import round_trips
-from fsdp2_strategy.hf.safetensors_format import CONVERTED, OWN_NAMES, Entry
 from fsdp2_strategy.hf.skeleton import meta_skeleton
 from fsdp2_strategy.hf.transformers_models import is_transformers_model
-from fsdp2_strategy.hf.write import WriteRequest
 from fsdp2_strategy.model.boxes import Box, LocalShard, ShardBox, row_major
 from fsdp2_strategy.model.materialize import is_uninitialised
 from fsdp2_strategy.model.names import named_parameters, persistent_buffers
 from fsdp2_strategy.model.placeholders import full_tensor_of, is_computed, values_of
 from fsdp2_strategy.model.shards import local_shard, replica_of
 from fsdp2_strategy.model.state import Slot, model_state
+from fsdp2_strategy.storage.regions import Computed, Region, assemble, sources_of
+from fsdp2_strategy.storage.safetensors_format import CONVERTED, OWN_NAMES, Entry
+from fsdp2_strategy.storage.write import WriteRequest
 
 
 def tensors_to_write(root: nn.Module, skeleton: nn.Module | None = None) -> dict[str, torch.Tensor]:

@@ -14,13 +14,13 @@ from typing import Any
 from torch import nn
 
 from fsdp2_strategy.errors import CheckpointError, shown
-from fsdp2_strategy.hf.file_reads import read_file
 from fsdp2_strategy.hf.peft.merge import base_skeleton
-from fsdp2_strategy.hf.safetensors_format import OWN_NAMES, Entry, read_header_and_metadata
-from fsdp2_strategy.hf.schema import InvalidError, file_name, mapping, parse_json, record, tensor_name
 from fsdp2_strategy.hf.skeleton import meta_skeleton
 from fsdp2_strategy.hf.transformers_models import is_transformers_model
 from fsdp2_strategy.model.state import Slot, attach, attached
+from fsdp2_strategy.storage.file_reads import read_file
+from fsdp2_strategy.storage.safetensors_format import OWN_NAMES, Entry, read_header_and_metadata
+from fsdp2_strategy.storage.schema import InvalidError, file_name, mapping, parse_json, record, tensor_name
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

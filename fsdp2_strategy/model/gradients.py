@@ -33,6 +33,18 @@ from fsdp2_strategy.distributed.torch_internals import (
 from fsdp2_strategy.model.fsdp_state import parameter_groups
 from fsdp2_strategy.model.state import Slot, model_state
 
+_MAY_BE_UNEQUAL = Slot[bool]("unequal gradients")
+
+
+def set_unequal_gradients(model: nn.Module) -> None:
+    """Store that micro-batches of a sharded model may have gradients of different parameters; not collective."""
+    model_state(model).set(_MAY_BE_UNEQUAL, True)
+
+
+def may_have_unequal_gradients(model: nn.Module) -> bool:
+    """Return whether micro-batches of a sharded model may have gradients of different parameters."""
+    return model_state(model).get(_MAY_BE_UNEQUAL) is True
+
 
 def clear_gradients(model: nn.Module) -> None:
     """Clear all gradients, including gradients that FSDP2 keeps between micro-batches; not collective.

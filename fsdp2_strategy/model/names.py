@@ -54,3 +54,8 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
                 seen.add(id(buffer))
                 found[clean(f"{prefix}.{name}" if prefix else name)] = buffer
     return found
+
+
+def generic_name(name: str) -> str:
+    """Replace the numbers between dots in a name by ``*``."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))

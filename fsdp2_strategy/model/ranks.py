@@ -28,6 +28,7 @@ from fsdp2_strategy.model.wrappers import unwrap_model
 F = TypeVar("F", bound=Callable[..., Any])
 
 _RANKS_PER_LAYER = Slot[int]("ranks that share layers")
+_SEQUENCE_GROUP = Slot[dist.ProcessGroup]("ranks that share sequences")
 
 
 def set_ranks_per_layer(root: nn.Module, count: int) -> None:
@@ -38,6 +39,16 @@ def set_ranks_per_layer(root: nn.Module, count: int) -> None:
 def ranks_per_layer(model: nn.Module) -> int:
     """Return how many ranks share each layer of a model; 1 if its layers are not split; not collective."""
     return model_state(unwrap_model(model)).get(_RANKS_PER_LAYER) or 1
+
+
+def set_sequence_group(root: nn.Module, group: dist.ProcessGroup) -> None:
+    """Store the ranks that share the sequences of a model; not collective."""
+    model_state(root).set(_SEQUENCE_GROUP, group)
+
+
+def sequence_group_of(root: nn.Module) -> dist.ProcessGroup | None:
+    """Return the ranks that share the sequences of a sharded model; None if it computes full sequences only."""
+    return model_state(root).get(_SEQUENCE_GROUP)
 
 
 @contextmanager

@@ -9,6 +9,9 @@ method or a hook: the model would never be freed. Use `attach` for data that dee
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, ClassVar, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -101,3 +104,21 @@ def attached(module: nn.Module, slot: Slot[T]) -> T | None:
 def remove_attached(module: nn.Module, slot: Slot[Any]) -> None:
     """Remove a value that `attach` stored on a module; copies of the module keep theirs."""
     module.__dict__.get(ATTACHED, {}).pop(slot.name, None)
+
+
+_is_measured: ContextVar[bool] = ContextVar("measured pass", default=False)
+
+
+@contextmanager
+def measured_pass() -> Iterator[None]:
+    """Run forward passes that only measure a model, and are neither recorded nor replayed."""
+    token = _is_measured.set(True)
+    try:
+        yield
+    finally:
+        _is_measured.reset(token)
+
+
+def is_measured_pass() -> bool:
+    """Return whether the running forward pass only measures a model."""
+    return _is_measured.get()

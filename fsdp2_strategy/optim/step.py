@@ -9,7 +9,7 @@ So the loss is multiplied by (number of ranks) / N, because FSDP2's average divi
 known yet, each micro-batch passes its own ``num_items``. Then `backward` does not scale the loss, the all-reduce of the
 gradient norm sums N, too, and `optimizer_step` multiplies the gradients by (number of ranks) / N. Ranks that share
 layers compute the same loss, and count as one rank. Ranks that share sequences do so, too, if their loss is that of
-full sequences: see [Note: shared losses] in `sequence.exchange`.
+full sequences: see [Note: shared losses] in `shared_losses`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ from fsdp2_strategy.model.buffers import changed_buffers, check_same_buffers
 from fsdp2_strategy.model.buffers import sync_buffers as sync
 from fsdp2_strategy.model.failed_passes import failed_pass, record_failed_backward
 from fsdp2_strategy.model.fsdp_state import class_name, has_unsharded_training, reshard
-from fsdp2_strategy.model.offload import check_resident
+from fsdp2_strategy.model.gradients import may_have_unequal_gradients
+from fsdp2_strategy.model.offloading import check_resident
 from fsdp2_strategy.model.ranks import on_ranks_of, ranks_per_layer
 from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.model.swapped_weights import check_own_weights, swapped_error
@@ -63,12 +64,11 @@ from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.optim.accumulation import Accumulation, LossScale, ReducedStep, accumulation_of
 from fsdp2_strategy.optim.compared_numbers import check_equal_numbers, digest_of, numbers_of_step
 from fsdp2_strategy.optim.schedule import check_schedule_of, check_steps_without_metric
+from fsdp2_strategy.optim.shared_losses import shared_loss
 from fsdp2_strategy.optim.step_sums import MicroBatchSums, checked_tokens
 from fsdp2_strategy.optim.used_parameters import remove_unused_gradients, used_numbers
 from fsdp2_strategy.optim.zero_grad import discard_after_failed_pass, watch_model, watch_optimizer
-from fsdp2_strategy.sequence.exchange import shared_loss
 from fsdp2_strategy.sharding.shard import check_dtypes
-from fsdp2_strategy.sharding.vision_encoders import may_have_unequal_gradients
 
 _STEPS_WITH_EQUAL_LOSSES = 5
 """So many successive steps in which different batches have the same loss by chance are ruled out."""

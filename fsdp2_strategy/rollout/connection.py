@@ -46,7 +46,6 @@ from fsdp2_strategy.distributed.log import logger
 from fsdp2_strategy.distributed.shared_secret import shared_secret
 from fsdp2_strategy.distributed.torch_internals import default_store
 from fsdp2_strategy.errors import RolloutError
-from fsdp2_strategy.hf.safetensors_format import memory_of
 from fsdp2_strategy.rollout.handshake import (
     CLOSED,
     HEARTBEATS,
@@ -62,6 +61,7 @@ from fsdp2_strategy.rollout.handshake import (
     read_exactly,
 )
 from fsdp2_strategy.rollout.wire_values import describe, described
+from fsdp2_strategy.storage.safetensors_format import memory_of
 
 PROGRESS_SECONDS = 600.0
 """Default limit of [Note: progress]."""

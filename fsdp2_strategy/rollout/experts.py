@@ -14,8 +14,8 @@ from torch import nn
 from fsdp2_strategy.errors import RolloutError
 from fsdp2_strategy.hf.transformers_models import inner_model
 from fsdp2_strategy.model.wrappers import unwrap_model
-from fsdp2_strategy.routing.replay import record_routing
-from fsdp2_strategy.routing.routers import NO_EXPERTS, without_routers
+from fsdp2_strategy.parallel.routing.replay import record_routing
+from fsdp2_strategy.parallel.routing.routers import NO_EXPERTS, without_routers
 
 
 def has_routers(model: nn.Module) -> bool:

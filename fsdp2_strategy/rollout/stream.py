@@ -33,8 +33,6 @@ from fsdp2_strategy.distributed.torch_internals import local_of, storage_address
 from fsdp2_strategy.errors import CheckpointError, RolloutError
 from fsdp2_strategy.hf.peft.files import AdapterFiles
 from fsdp2_strategy.hf.peft.merge import Merged, gather_full, without_adapter_modules, without_adapters
-from fsdp2_strategy.hf.regions import sources_of
-from fsdp2_strategy.hf.safetensors_format import memory_of
 from fsdp2_strategy.model.failed_loads import check_usable
 from fsdp2_strategy.model.fsdp_state import class_name, reshard
 from fsdp2_strategy.model.placeholders import values_of
@@ -47,6 +45,8 @@ from fsdp2_strategy.rollout.changes import Found, compare, decide
 from fsdp2_strategy.rollout.difference import Change
 from fsdp2_strategy.rollout.retained import Retain, Retained
 from fsdp2_strategy.rollout.stream_plan import Item, RegionBucket, cached_items, facts_of, make_items, pack
+from fsdp2_strategy.storage.regions import sources_of
+from fsdp2_strategy.storage.safetensors_format import memory_of
 
 T = TypeVar("T")
 

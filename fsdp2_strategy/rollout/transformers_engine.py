@@ -25,12 +25,12 @@ from fsdp2_strategy.hf.transformers_models import is_transformers_model
 from fsdp2_strategy.logprob import token_log_probs
 from fsdp2_strategy.model.fsdp_state import class_name
 from fsdp2_strategy.model.wrappers import unwrap_model
+from fsdp2_strategy.parallel.routing.replay import record_routing
 from fsdp2_strategy.rollout.experts import chosen_experts
 from fsdp2_strategy.rollout.protocol import Changes, Weights, check_awake
 from fsdp2_strategy.rollout.sampling import CompletionOutput, Logprob, RequestOutput, Sample, generate_samples
 from fsdp2_strategy.rollout.stream import stream_weights, weight_checksums
 from fsdp2_strategy.rollout.weight_loader import WeightLoader
-from fsdp2_strategy.routing.replay import record_routing
 
 
 class TransformersEngine:

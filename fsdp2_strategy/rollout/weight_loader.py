@@ -19,14 +19,14 @@ from fsdp2_strategy.errors import RolloutError, did_you_mean, some
 from fsdp2_strategy.hf.conversions import recipe_for
 from fsdp2_strategy.hf.library_internals import dtype_plan
 from fsdp2_strategy.hf.meta.init_on_meta import planned_dtypes
-from fsdp2_strategy.hf.regions import Computed, Piece, Region, assemble, sources_of, target_of, value_of
-from fsdp2_strategy.hf.safetensors_format import Entry
 from fsdp2_strategy.hf.save_plan import regions_to_write, tensors_to_write
 from fsdp2_strategy.hf.skeleton import meta_skeleton
 from fsdp2_strategy.hf.weights_folder import source_of_weights
 from fsdp2_strategy.model.fsdp_state import class_name
 from fsdp2_strategy.rollout.difference import TensorDifference, put
 from fsdp2_strategy.rollout.protocol import Changes, Weights
+from fsdp2_strategy.storage.regions import Computed, Piece, Region, assemble, sources_of, target_of, value_of
+from fsdp2_strategy.storage.safetensors_format import Entry
 
 _Job = tuple[str, Piece, set[str]]
 """A parameter, a piece of it that is computed, and the weights that this needs."""

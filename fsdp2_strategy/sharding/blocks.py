@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from torch import nn
 
-from fsdp2_strategy.config.arguments import renamed_argument
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.errors import ShardError, did_you_mean
 from fsdp2_strategy.hf.library_internals import no_split_class_names
@@ -43,7 +42,6 @@ _LARGEST_SIZE_BASED_UNIT = 50_000_000
 Classes = Iterable[type[nn.Module] | str] | type[nn.Module] | str | None
 
 
-@renamed_argument("class_names", "block_class_names")
 def find_blocks(
     model: nn.Module, block_class_names: Sequence[str] = (), *, min_unit_params: int | None = None
 ) -> dict[str, nn.Module]:

@@ -11,12 +11,11 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import torch
 from torch import nn
 
-from fsdp2_strategy.config.arguments import renamed_argument
 from fsdp2_strategy.config.strategy_config import MixedData, ShardSize
 from fsdp2_strategy.distributed import process_group
 from fsdp2_strategy.distributed.mesh import auto_shard_size, check_expert_size, check_shard_size
@@ -24,18 +23,19 @@ from fsdp2_strategy.distributed.torch_internals import BATCH_NORMS
 from fsdp2_strategy.errors import ShardError, counted, size_text, some
 from fsdp2_strategy.model.buffers import unchanged_buffers
 from fsdp2_strategy.model.fsdp_state import class_name, is_sharded
-from fsdp2_strategy.model.names import clean, persistent_buffers
+from fsdp2_strategy.model.names import clean, generic_name, persistent_buffers
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.sharding.blocks import parameter_count
 from fsdp2_strategy.sharding.bypassed_units import find_bypassed_units
-from fsdp2_strategy.sharding.expert_parallel import plan_experts
+from fsdp2_strategy.sharding.features import feature
 from fsdp2_strategy.sharding.plan import ShardPlan, Unit, modules_to_recompute, plan_units
 from fsdp2_strategy.sharding.precision import Precision
-from fsdp2_strategy.sharding.tensor_plan import TensorPlan, generic_name, plan_tensor_parallel
 from fsdp2_strategy.sharding.units import check_reshard, reshard_of
 
+if TYPE_CHECKING:
+    from fsdp2_strategy.parallel.tensor.plan import TensorPlan
 
-@renamed_argument("class_names", "block_class_names")
+
 def explain(
     model: nn.Module,
     *,
@@ -111,7 +111,7 @@ def explain(
     experts = {}
     if expert_parallel_size != 1:
         check_expert_size(expert_parallel_size, shard_size * tensor_parallel_size, tensor_parallel_size)
-        experts = plan_experts(unwrap_model(model), expert_parallel_size)
+        experts = feature("experts").plan_experts(unwrap_model(model), expert_parallel_size)
     plan = plan_units(
         model,
         precision,
@@ -125,7 +125,9 @@ def explain(
     recomputed = modules_to_recompute(plan, activation_checkpointing)
     layers = None
     if tensor_parallel_size > 1:
-        layers = plan_tensor_parallel(plan.model, tensor_parallel_size, tensor_parallel_plan, without=experts)
+        layers = feature("tensor.plan").plan_tensor_parallel(
+            plan.model, tensor_parallel_size, tensor_parallel_plan, without=experts
+        )
     shapes = _shapes(plan.model, layers, experts, expert_parallel_size)
     ranks = _Ranks(world_size, shard_size, layers, shapes, expert_parallel_size)
     reshard = check_reshard(reshard_after_forward, shard_size)

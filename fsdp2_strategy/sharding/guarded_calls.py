@@ -25,7 +25,7 @@ from fsdp2_strategy.distributed.process_group import current_device
 from fsdp2_strategy.distributed.torch_internals import APPLY, dtensor_like, local_of, parameters_of, shard_of
 from fsdp2_strategy.errors import CheckpointError, ShardError
 from fsdp2_strategy.model.fsdp_state import class_name, parameter_groups
-from fsdp2_strategy.model.offload import is_offloaded
+from fsdp2_strategy.model.offloading import is_offloaded
 from fsdp2_strategy.model.shards import local_shard
 
 _BEFORE = "Call it before prepare_model."

@@ -32,11 +32,11 @@ import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from fsdp2_strategy.config.arguments import renamed_argument
 from fsdp2_strategy.config.strategy_config import MixedData
 from fsdp2_strategy.errors import ShardError, did_you_mean, some
 from fsdp2_strategy.model.buffers import keeps_statistics
@@ -50,13 +50,16 @@ from fsdp2_strategy.sharding.blocks import (
     parameter_count,
     vocabulary_modules,
 )
+from fsdp2_strategy.sharding.features import feature
 from fsdp2_strategy.sharding.ignored import matching_modules
 from fsdp2_strategy.sharding.input_casts import CastInputs, inputs_to_cast
 from fsdp2_strategy.sharding.known_policies import ENTRY_POINTS, Policy, policy_of
 from fsdp2_strategy.sharding.module_tree import ModuleTree
 from fsdp2_strategy.sharding.precision import Precision
 from fsdp2_strategy.sharding.skipped_units import layerdrop_of
-from fsdp2_strategy.sharding.vision_encoders import VisionEncoder, find_vision_encoder
+
+if TYPE_CHECKING:
+    from fsdp2_strategy.parallel.vision_encoders import VisionEncoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,7 +233,6 @@ class ShardPlan:
         return [self.precision, self.mixed_mm_data, units, facts(self.replicated)]
 
 
-@renamed_argument("class_names", "block_class_names")
 def plan_units(
     model: nn.Module,
     precision: Precision,
@@ -269,7 +271,7 @@ def plan_units(
     vocabulary = vocabulary_modules(model, blocks.modules)
     kinds |= {m: kind for m, kind in vocabulary.items() if m in tree and not tree.inside(m, kinds)}
     kinds |= dict.fromkeys((module for module in experts if module in tree), "experts")
-    encoder = find_vision_encoder(model) if mixed_mm_data else None
+    encoder = feature("vision_encoders").find_vision_encoder(model) if mixed_mm_data else None
     if encoder and mixed_mm_data != "dummy":
         _check_ignored(encoder, tree.ignored, is_replicated=mixed_mm_data == "replicate")
         for module in encoder.runs_for_images():  # parts of the root unit or of the encoder's unit

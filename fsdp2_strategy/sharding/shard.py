@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from fsdp2_strategy.config.arguments import renamed_argument
 from fsdp2_strategy.config.strategy_config import MixedData
 from fsdp2_strategy.distributed.agreement import all_or_none, check_equal
 from fsdp2_strategy.distributed.log import log
@@ -45,7 +45,7 @@ from fsdp2_strategy.sharding.activation_checkpointing import recompute_activatio
 from fsdp2_strategy.sharding.blocks import has_forward
 from fsdp2_strategy.sharding.bypassed_units import BypassHooks, cast_to_own, clone_view_outputs, needs_own_dtype
 from fsdp2_strategy.sharding.direct_use import DirectUses
-from fsdp2_strategy.sharding.expert_parallel import divide_experts, plan_experts
+from fsdp2_strategy.sharding.features import feature
 from fsdp2_strategy.sharding.gradient_dtypes import fix_gradient_dtypes, reduce_to_fp32
 from fsdp2_strategy.sharding.guarded_calls import guard_calls, guard_state_dict
 from fsdp2_strategy.sharding.input_casts import (
@@ -63,17 +63,10 @@ from fsdp2_strategy.sharding.prefetch import PrefetchOrder
 from fsdp2_strategy.sharding.rank_divergence import watch_units
 from fsdp2_strategy.sharding.same_weights import check_same_everywhere
 from fsdp2_strategy.sharding.skipped_units import SkippedUnits
-from fsdp2_strategy.sharding.tensor_check import check_tensor_plan
-from fsdp2_strategy.sharding.tensor_parallel import check_batches, split_layers
-from fsdp2_strategy.sharding.tensor_plan import TensorPlan, plan_tensor_parallel
 from fsdp2_strategy.sharding.units import check_reshard, shard_units
-from fsdp2_strategy.sharding.vision_encoders import (
-    add_zero_gradients,
-    attach_graph,
-    exclude_from_prefetch,
-    run_on_zeros,
-    skip_units_that_never_ran,
-)
+
+if TYPE_CHECKING:
+    from fsdp2_strategy.parallel.tensor.plan import TensorPlan
 
 _IS_FOR_TRAINING = Slot[bool]("sharded for training")
 _EXPERT_SIZE = Slot[int]("ranks that divide experts")
@@ -83,7 +76,6 @@ _HOOKS = Slot[BypassHooks]("hooks on passes")
 _DTYPES = Slot[dict[str, torch.dtype]]("dtypes of shards for training")
 
 
-@renamed_argument("class_names", "block_class_names")
 @collective
 def shard_model(
     model: nn.Module,
@@ -206,7 +198,7 @@ def shard_model(
                 masters_in_optimizer=masters_in_optimizer,
                 reduce_in_full_precision=reduce_in_full_precision,
             )
-            experts = plan_experts(root, expert_parallel_size) if expert_view is not None else {}
+            experts = feature("experts").plan_experts(root, expert_parallel_size) if expert_view is not None else {}
             plan = plan_units(
                 root,
                 precision,
@@ -424,7 +416,7 @@ def _plan_layers(
     """
     if mesh is None:
         return None
-    layers = plan_tensor_parallel(plan.model, mesh.size(), given, without=experts)
+    layers: TensorPlan = feature("tensor.plan").plan_tensor_parallel(plan.model, mesh.size(), given, without=experts)
     for option, is_set in {**others, "mixed_mm_data='replicate'": plan.mixed_mm_data == "replicate"}.items():
         if is_set:
             raise ShardError(
@@ -445,7 +437,8 @@ def _check_layers(plan: ShardPlan, layers: TensorPlan | None, mesh: DeviceMesh |
     if layers is None or mesh is None:
         return None
     with all_or_none(f"split the layers of {class_name(plan.model)}", ShardError):
-        return check_tensor_plan(plan.model, layers, mesh)
+        corrected: TensorPlan = feature("tensor.check").check_tensor_plan(plan.model, layers, mesh)
+        return corrected
 
 
 def _split_layers(plan: ShardPlan, layers: TensorPlan | None, mesh: DeviceMesh | None) -> None:
@@ -453,7 +446,7 @@ def _split_layers(plan: ShardPlan, layers: TensorPlan | None, mesh: DeviceMesh |
     if layers is None or mesh is None:
         return
     of_layers = counted(len(layers.split_dims(plan.model)), "parameter")
-    plan.replace_parameters(split_layers(plan.model, layers, mesh))
+    plan.replace_parameters(feature("tensor.split").split_layers(plan.model, layers, mesh))
     set_ranks_per_layer(plan.model, layers.size)
     tied = f"; not split, because they are tied: {', '.join(layers.not_split)}" if layers.not_split else ""
     log("%s: %s split over %d ranks that share layers%s", class_name(plan.model), of_layers, layers.size, tied)
@@ -467,7 +460,7 @@ def _divide_experts(
         return
     mesh = expert_view[EXPERT_PARALLEL]
     of_layers = mesh_of_this_rank(mesh.device_type) if layer_mesh is None else layer_mesh
-    plan.replace_parameters(divide_experts(experts, mesh, of_layers))
+    plan.replace_parameters(feature("experts").divide_experts(experts, mesh, of_layers))
     of_experts = counted(len(experts), "module")
     log("%s: the experts of %s divided among %d ranks", class_name(plan.model), of_experts, mesh.size())
 
@@ -476,7 +469,7 @@ def _add_checks(root: nn.Module, layers: TensorPlan | None) -> None:
     """Store the sums of frozen parameters, and compare batches between ranks that share layers in each forward."""
     store_initial_sums(root)
     if layers is not None:
-        check_batches(root, layers.size)
+        feature("tensor.split").check_batches(root, layers.size)
 
 
 def _prefetch_order(plan: ShardPlan, depth: int | None) -> PrefetchOrder | None:
@@ -491,18 +484,8 @@ def _add_collective_hooks(plan: ShardPlan) -> None:
     # Units that the vision encoder may belong to exchange which gradients exist, before each reduction.
     of_images = {plan.model, encoder.module} if encoder is not None else set()
     fill_missing_gradients(group for group in parameter_groups(plan.model) if module_of(group) not in of_images)
-    if encoder is None:
-        return
-    if plan.mixed_mm_data == "dummy":
-        run_on_zeros(plan.model, encoder)
-    else:
-        attach_graph(encoder)
-    param_groups = {module_of(group): group for group in parameter_groups(plan.model)}
-    for group in param_groups.values():
-        skip_units_that_never_ran(group)
-    if plan.mixed_mm_data == "replicate":
-        exclude_from_prefetch(param_groups[encoder.module])
-    add_zero_gradients(plan.model, [param_groups[m] for m in of_images if m in param_groups])
+    if encoder is not None:
+        feature("vision_encoders").add_hooks(plan.model, encoder, plan.mixed_mm_data)
 
 
 def _fix_gradient_dtypes(plan: ShardPlan) -> None:

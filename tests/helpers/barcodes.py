@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp2_strategy.errors import DataError
-from fsdp2_strategy.lerobot.generate import DatasetWriter
+from fsdp2_strategy.integrations.lerobot.generate import DatasetWriter
 
 Image = NDArray[np.uint8]
 

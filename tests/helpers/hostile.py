@@ -18,15 +18,16 @@ import torch.distributed as dist
 import transformers
 from torch import nn
 
-from fsdp2_strategy import EMA, FSDPV2Strategy, StrategyConfig, TrainerLayout, list_checkpoints, verify_checkpoint
-from fsdp2_strategy.checkpoint.layout import digest_of_manifest
+from fsdp2_strategy import EMA, FSDPV2Strategy, StrategyConfig, list_checkpoints, verify_checkpoint
+from fsdp2_strategy.checkpoint.listing import digest_of_manifest
 from fsdp2_strategy.checkpoint.paths import CHECKSUMS, CheckpointPaths
 from fsdp2_strategy.cli import main
 from fsdp2_strategy.data import ResumableLoader
 from fsdp2_strategy.errors import CheckpointError, DataError
-from fsdp2_strategy.hf.checksums import blocks_of, digest_of
-from fsdp2_strategy.hf.safetensors_format import DTYPES
-from fsdp2_strategy.vla import LeRobotLayout
+from fsdp2_strategy.integrations.lerobot import LeRobotLayout
+from fsdp2_strategy.integrations.trl import TrainerLayout
+from fsdp2_strategy.storage.checksums import blocks_of, digest_of
+from fsdp2_strategy.storage.safetensors_format import DTYPES
 
 DEEP = "@deep@"
 VALUES = [

@@ -26,31 +26,33 @@ from transformers import AutoModelForCausalLM
 
 from fsdp2_strategy import (
     EMA,
-    ArgumentError,
-    CheckpointError,
-    ConfigError,
-    DamageError,
     FSDPV2Strategy,
-    LogProbError,
-    MeshError,
-    Metrics,
-    OffloadError,
-    OptimizerError,
     ResumableLoader,
-    RolloutError,
-    SequenceError,
-    ShardError,
-    StepError,
     StrategyConfig,
     build_optimizer,
     linear_log_probs,
     save_model,
 )
-from fsdp2_strategy.checkpoint.layout import digest_of_manifest
-from fsdp2_strategy.compat.lightrft import get_strategy
-from fsdp2_strategy.hf.staged_folder import StagedFolder
+from fsdp2_strategy.checkpoint.listing import digest_of_manifest
+from fsdp2_strategy.errors import (
+    ArgumentError,
+    CheckpointError,
+    ConfigError,
+    DamageError,
+    LogProbError,
+    MeshError,
+    OffloadError,
+    OptimizerError,
+    RolloutError,
+    SequenceError,
+    ShardError,
+    StepError,
+)
+from fsdp2_strategy.integrations.lerobot import LeRobotLayout
+from fsdp2_strategy.integrations.lightrft import get_strategy
 from fsdp2_strategy.rollout import listen_at_free_port, stream_weights
-from fsdp2_strategy.vla import LeRobotLayout
+from fsdp2_strategy.storage.staged_folder import StagedFolder
+from fsdp2_strategy.tracking import Metrics
 from helpers.folders import small_tokenizer
 from helpers.models import batch_of, build, loss_of
 from helpers.training import prepared, strategy_for, train

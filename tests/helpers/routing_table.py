@@ -10,8 +10,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from fsdp2_strategy.routing.plan import plan_routers
-from fsdp2_strategy.routing.routers import NO_EXPERTS
+from fsdp2_strategy.parallel.routing.plan import plan_routers
+from fsdp2_strategy.parallel.routing.routers import NO_EXPERTS
 from helpers.split import tiny_model
 from helpers.split_table import NAMES
 

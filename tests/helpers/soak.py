@@ -34,20 +34,14 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from fsdp2_strategy import (
-    FSDPV2Strategy,
-    StrategyConfig,
-    TrainerLayout,
-    list_checkpoints,
-    save_model,
-    verify_checkpoint,
-)
-from fsdp2_strategy.checkpoint import directory, layout, load, save
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, list_checkpoints, save_model, verify_checkpoint
+from fsdp2_strategy.checkpoint import directory, listing, load, save
 from fsdp2_strategy.checkpoint.paths import TRAINER_STATE, CheckpointPaths
-from fsdp2_strategy.hf import staged_folder
 from fsdp2_strategy.hf.weights_folder import INDEX, WEIGHTS, read_index
+from fsdp2_strategy.integrations.lerobot import LeRobotLayout, save_policy
+from fsdp2_strategy.integrations.trl import TrainerLayout
 from fsdp2_strategy.model.shards import local_shard
-from fsdp2_strategy.vla import LeRobotLayout, save_policy
+from fsdp2_strategy.storage import staged_folder
 from helpers.models import build
 
 LAYOUTS = ("own", "several models", "LeRobot", "Trainer", "only trainable", "signed")
@@ -254,7 +248,7 @@ def check_checkpoints(saves, journal, loaded):
     if unfinished and loaded == unfinished["value"]:
         journal.note(**unfinished | {"what": "saved"})  # now it is known, and may not be lost later
     if found:
-        latest = layout.latest_tag(saves)
+        latest = listing.latest_tag(saves)
         is_first = latest is None and last is None  # killed between the first commit and its `latest`
         assert is_first or latest in found, f"latest names {latest}, and there are {sorted(found)}"
 

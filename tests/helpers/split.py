@@ -17,10 +17,10 @@ from torch.nn.functional import cross_entropy, pad
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
-from fsdp2_strategy.hf.tiny_config import tiny_config
-from fsdp2_strategy.sequence.ranks import SequenceRanks, run_in_threads
-from fsdp2_strategy.sequence.shard import ARGUMENT, shard_sequence
-from fsdp2_strategy.sequence.split import SplitPlan, split_sequences
+from fsdp2_strategy.parallel.sequence.ranks import SequenceRanks, run_in_threads
+from fsdp2_strategy.parallel.sequence.shard import ARGUMENT, shard_sequence
+from fsdp2_strategy.parallel.sequence.split import SplitPlan, split_sequences
+from fsdp2_strategy.parallel.tiny_config import tiny_config
 from helpers.architectures import default_config
 
 LENGTH = 23

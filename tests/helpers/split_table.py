@@ -13,8 +13,8 @@ from pathlib import Path
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from fsdp2_strategy.sequence.split import SplitPlan
-from fsdp2_strategy.sequence.split_plan import plan_split
+from fsdp2_strategy.parallel.sequence.split import SplitPlan
+from fsdp2_strategy.parallel.sequence.split_plan import plan_split
 from helpers.split import tiny_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "sequence_parallel.md"

@@ -199,7 +199,7 @@ def recording(cls: type, log: Any, dies_after: int | None) -> type:
     import json
     import signal
 
-    from fsdp2_strategy.compat.transformers import with_fsdp2
+    from fsdp2_strategy.integrations.trl import with_fsdp2
 
     class Recording(cls):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -248,7 +248,7 @@ def main() -> None:
     import peft  # noqa: F401
     from trl import DPOTrainer, GRPOTrainer, RewardTrainer, SFTTrainer  # noqa: F401
 
-    import fsdp2_strategy.compat.transformers  # noqa: F401
+    import fsdp2_strategy.integrations.trl  # noqa: F401
 
     fork = multiprocessing.get_context("fork")
     for line in sys.stdin:

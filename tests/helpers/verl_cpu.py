@@ -155,7 +155,7 @@ def configuration(
     steps = {"lr": 1e-2, "total_training_steps": 8, "lr_warmup_steps": 2, "clip_grad": 1.0} | (optimizer or {})
     return TrainingWorkerConfig(
         model_type="language_model",
-        model_config=HFModelConfig(path=str(folder), external_lib="fsdp2_strategy.compat.verl", **options),
+        model_config=HFModelConfig(path=str(folder), external_lib="fsdp2_strategy.integrations.verl", **options),
         engine_config=engine_config,
         optimizer_config=FSDPOptimizerConfig(**steps),
         checkpoint_config=CheckpointConfig(**(checkpoint or {})),

@@ -12,7 +12,7 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from fsdp2_strategy.hf.library_internals import parallel_styles
-from fsdp2_strategy.lerobot import video
+from fsdp2_strategy.integrations.lerobot import video
 
 NEW_CONVERSIONS = hasattr(core_model_loading, "PrefixChange")
 """Whether transformers has the weight conversions of version 5.16."""

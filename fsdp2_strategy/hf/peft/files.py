@@ -23,10 +23,10 @@ from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.library_internals import forget_tensor_parallel_size
 from fsdp2_strategy.hf.peft.merge import has_adapters
 from fsdp2_strategy.hf.peft.methods import check_exportable_prompts, prompts_of
-from fsdp2_strategy.hf.regions import Region
 from fsdp2_strategy.hf.skeleton import meta_skeleton
 from fsdp2_strategy.model.fsdp_state import class_name
 from fsdp2_strategy.model.names import clean
+from fsdp2_strategy.storage.regions import Region
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model"

@@ -44,7 +44,7 @@ def ours(peer, settings):
     """Answer ``from lightrft.strategy import get_strategy`` with our function; return the strategy's class."""
     from functools import partial
 
-    from fsdp2_strategy.compat import lightrft
+    from fsdp2_strategy.integrations import lightrft
 
     module = types.ModuleType("lightrft.strategy")
     module.__path__ = [str(peer / "lightrft" / "strategy")]  # models import utilities of sequence parallelism from it

@@ -15,7 +15,7 @@ sys.path[:0] = [str(HERE.parents[2]), str(HERE.parents[3])]
 
 def main(peer):
     """Run the tests of ``lightrft/strategy/test_fake_strategy.py`` on one rank."""
-    from fsdp2_strategy.compat.lightrft import LightRFTStrategy, get_strategy
+    from fsdp2_strategy.integrations.lightrft import LightRFTStrategy, get_strategy
     from helpers.lightrft import renames, stubs
 
     renames.install()

@@ -35,7 +35,7 @@ def replace(suite: str) -> None:
     """Replace the trainers in the module of a suite."""
     import importlib
 
-    from fsdp2_strategy.compat.transformers import with_fsdp2
+    from fsdp2_strategy.integrations.trl import with_fsdp2
 
     module = importlib.import_module(suite)
     for name in TRAINERS[suite]:

@@ -37,7 +37,7 @@ def main(settings, arguments):
 
 def add_options(options):
     """Pass further arguments to our strategy."""
-    from fsdp2_strategy import vla
+    from fsdp2_strategy.integrations import vitra as vla
 
     vla.VLAFSDPStrategy = functools.partial(vla.VLAFSDPStrategy, **options)
 

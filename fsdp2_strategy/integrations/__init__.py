@@ -1,0 +1,1 @@
+"""Other systems that this package serves; each has its settings, layout and loop."""

@@ -1,0 +1,1 @@
+"""Read the configuration files of accelerate."""

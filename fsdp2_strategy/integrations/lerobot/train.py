@@ -1,0 +1,25 @@
+"""Run LeRobot's training script, with its own command line, on the policies and checkpoints of this package.
+
+    torchrun --nproc-per-node 8 -m fsdp2_strategy.integrations.lerobot.train --policy.type=act --dataset.repo_id=... \
+        --parallelism.dp_shard=8
+
+Input: LeRobot's options. Output: its run directory. Every rank runs this module. It needs LeRobot 0.6.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+
+def main() -> None:
+    """Run ``lerobot.scripts.lerobot_train`` with ``sys.argv``; collective.
+
+    Raises:
+        ImportError: LeRobot or its training dependencies are not installed.
+    """
+    compat = importlib.import_module("fsdp2_strategy.integrations.lerobot.script")
+    compat.run(importlib.import_module("lerobot.scripts.lerobot_train"))
+
+
+if __name__ == "__main__":
+    main()

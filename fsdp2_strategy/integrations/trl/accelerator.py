@@ -1,0 +1,199 @@
+"""Give the Trainer an accelerator that shards models and steps optimizers with a strategy.
+
+Input: the models, optimizers and losses that the Trainer passes to accelerate's ``Accelerator``. Output: models that a
+strategy has sharded, and its optimizer steps. Data loaders, and gathers of metrics, remain accelerate's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from torch.optim import Optimizer
+
+from fsdp2_strategy.errors import ConfigError
+from fsdp2_strategy.hf.library_internals import drop_casts_of_embeddings
+from fsdp2_strategy.hf.peft.methods import check_exportable_prompts
+from fsdp2_strategy.integrations.trl.sample_order import SampleOrder
+from fsdp2_strategy.model.fsdp_state import reshard
+from fsdp2_strategy.model.wrappers import unwrap_model
+from fsdp2_strategy.optim.groups import split_groups
+from fsdp2_strategy.optim.masters import FSDPadaptOptimizer
+from fsdp2_strategy.optim.step import forbid_direct_steps
+from fsdp2_strategy.optim.zero_grad import watch_optimizer
+from fsdp2_strategy.strategy import FSDPV2Strategy
+
+
+class TrainerStrategy(FSDPV2Strategy):
+    """An `FSDPV2Strategy` for a trainer that counts the micro-batches of each step, and creates the optimizer."""
+
+    def start_step(self, model: nn.Module, micro_batches: int) -> None:
+        """Declare the number of micro-batches of the coming step; not collective.
+
+        Backward passes of a step that the trainer has left early are forgotten, with their gradients.
+        """
+        accumulation = self._state_of(model).accumulation
+        if accumulation.is_pending:
+            self.discard_gradients(model)
+        accumulation.declared = micro_batches
+
+    def use_optimizer(self, model: nn.Module, optimizer: Optimizer) -> Optimizer:
+        """Use an optimizer over the sharded parameters of a model, for steps and checkpoints; not collective.
+
+        Returns:
+            The optimizer; with ``use_mp_opt``, one that keeps fp32 master weights.
+        """
+        split_groups(optimizer)
+        if self.config.use_mp_opt:
+            optimizer = FSDPadaptOptimizer(optimizer)
+        forbid_direct_steps(optimizer)
+        watch_optimizer(optimizer, model)
+        self._state_of(model).optimizer = optimizer
+        return optimizer
+
+
+class ShardingAccelerator(Accelerator):  # type: ignore[misc]
+    """accelerate's ``Accelerator``, whose models and optimizers are those of a strategy."""
+
+    strategy: TrainerStrategy
+    trained_model: Callable[[], nn.Module]
+    """Returns the model that the trainer trains."""
+
+    sample_order: SampleOrder
+
+    def __init__(self, **options: Any) -> None:
+        # The strategy casts to half precision and scales losses; accelerate must not do so again.
+        super().__init__(**options | {"mixed_precision": "no"})
+        self.sample_order = SampleOrder()
+        self._prepared: WeakSet[nn.Module] = WeakSet()  # accelerate forgets its models when training begins
+
+    def attach(self, strategy: TrainerStrategy, trained_model: Callable[[], nn.Module]) -> None:
+        """Set the strategy, and the function that returns the model that is trained.
+
+        Raises:
+            ConfigError: the environment makes accelerate shard models, too.
+        """
+        for plugin in ("fsdp_plugin", "deepspeed_plugin"):
+            if getattr(self.state, plugin, None) is not None:
+                raise ConfigError(
+                    f"cannot use FSDP2 with this trainer: accelerate has a {plugin}, expected none, because this "
+                    "package shards the model. Use an accelerate configuration without it, or torchrun."
+                )
+        self.strategy, self.trained_model = strategy, trained_model
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Shard a model; collective.
+
+        The trainer's own model is prepared for training, even if it is evaluated first. Others, such as reference and
+        reward models, are prepared for inference.
+        """
+        del device_placement, evaluation_mode
+        is_trained = model is self.trained_model() and any(p.requires_grad for p in model.parameters())
+        if is_trained:
+            check_exportable_prompts(model)  # before hours of training, and not at the first save
+            if not (self.strategy.config.bf16 or self.strategy.config.fp16):
+                drop_casts_of_embeddings(model)  # to the dtype that the blocks had: they train in fp32
+        self.strategy.prepare_model(model, is_training=is_trained)
+        self._prepared.add(unwrap_model(model))
+        if not any(model is other for other in self._models):
+            self._models.append(model)
+        return model
+
+    def reshard_others(self) -> None:
+        """Register the sharded parameters of the models that are not trained; not collective.
+
+        Callbacks read them between steps, such as TRL's ``sync_ref_model``, and FSDP2 leaves the root unit gathered
+        after a pass without a backward pass.
+        """
+        trained = unwrap_model(self.trained_model())
+        for model in self.prepared_models():
+            if model is not trained:
+                reshard(model)
+
+    def prepared_models(self) -> list[nn.Module]:
+        """Return the sharded models, without wrappers; not collective."""
+        return list(self._prepared)
+
+    def has_prepared(self, model: nn.Module) -> bool:
+        """Return whether `prepare_model` has sharded a model; not collective."""
+        return unwrap_model(model) in self._prepared
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Prepare a loader as accelerate does; the order of its samples is continued by a resume; not collective."""
+        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        self.sample_order.follow(prepared)
+        return prepared
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
+        """Return the optimizer with a ``step`` that calls the strategy; not collective."""
+        del device_placement
+        if not isinstance(optimizer, SteppingOptimizer):
+            optimizer = SteppingOptimizer(optimizer, self)
+        if not any(optimizer is other for other in self._optimizers):
+            self._optimizers.append(optimizer)
+        return optimizer
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """Run the backward pass of a micro-batch, whose loss the trainer has scaled; collective."""
+        self.strategy.backward(loss, self.trained_model())
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        """Clip the gradients of the trained model, and return their global norm before; collective.
+
+        Raises:
+            ConfigError: ``norm_type`` is not 2.
+        """
+        if norm_type != 2:
+            raise ConfigError(f"cannot clip gradients: norm_type is {norm_type}, expected 2. Leave it out.")
+        norm = self.strategy.clip_grad_norm(self.trained_model(), 0.0 if math.isinf(max_norm) else max_norm)
+        return torch.tensor(norm)
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
+        """Do nothing: the strategy decides which collectives run before the last micro-batch (``grad_sync``)."""
+        yield
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Raise: the full parameters are never gathered.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "cannot gather a state dict: the model is sharded, expected a save without a gather. Call "
+            "trainer.save_model(folder) on every rank."
+        )
+
+
+class SteppingOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """An optimizer whose ``step`` is the strategy's."""
+
+    def __init__(self, optimizer: Optimizer, accelerator: ShardingAccelerator) -> None:
+        super().__init__(optimizer, device_placement=False, scaler=None)
+        self._accelerator = accelerator
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """Take the optimizer step of the micro-batches since the last one; collective.
+
+        Raises:
+            ConfigError: a closure was passed.
+        """
+        if closure is not None:
+            raise ConfigError("cannot step: a closure was passed, expected none. Leave it out.")
+        accelerator = self._accelerator
+        model = accelerator.trained_model()
+        gradients = [(p, p.grad) for p in model.parameters() if p.grad is not None]
+        result = accelerator.strategy.optimizer_step(self.optimizer, model)
+        self._is_overflow = result.skipped
+        for parameter, gradient in gradients:
+            parameter.grad = gradient  # for `on_optimizer_step` of callbacks; then the trainer calls `zero_grad`
+        accelerator.reshard_others()

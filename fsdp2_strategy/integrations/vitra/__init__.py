@@ -1,0 +1,36 @@
+"""Train VITRA's models: parameter groups, schedules, metrics and the training strategy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fsdp2_strategy.lazy_imports import lazy_imports
+
+if TYPE_CHECKING:
+    from fsdp2_strategy.integrations.vitra.metrics import VLAMetrics as VLAMetrics
+    from fsdp2_strategy.integrations.vitra.parameter_groups import GROUPS as GROUPS
+    from fsdp2_strategy.integrations.vitra.parameter_groups import split_modality_collator as split_modality_collator
+    from fsdp2_strategy.integrations.vitra.parameter_groups import vla_parameter_groups as vla_parameter_groups
+    from fsdp2_strategy.integrations.vitra.schedule import MultiGroupLRScheduler as MultiGroupLRScheduler
+    from fsdp2_strategy.integrations.vitra.shortages import shortages as shortages
+    from fsdp2_strategy.integrations.vitra.shortages import warn_of_shortages as warn_of_shortages
+    from fsdp2_strategy.integrations.vitra.strategy import VLAFSDPStrategy as VLAFSDPStrategy
+    from fsdp2_strategy.integrations.vitra.throughput import Rates as Rates
+    from fsdp2_strategy.integrations.vitra.throughput import Throughput as Throughput
+
+_MODULE_OF = {
+    "GROUPS": "parameter_groups",
+    "MultiGroupLRScheduler": "schedule",
+    "Rates": "throughput",
+    "Throughput": "throughput",
+    "VLAFSDPStrategy": "strategy",
+    "VLAMetrics": "metrics",
+    "shortages": "shortages",
+    "split_modality_collator": "parameter_groups",
+    "vla_parameter_groups": "parameter_groups",
+    "warn_of_shortages": "shortages",
+}
+"""The module of each public name."""
+
+__all__ = list(_MODULE_OF)
+__getattr__, __dir__ = lazy_imports(__name__, _MODULE_OF)

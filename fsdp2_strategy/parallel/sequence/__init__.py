@@ -1,0 +1,1 @@
+"""Divide sequences over ranks."""
