@@ -127,3 +127,37 @@ def test_a_light_import_loads_no_torch(module):
     code = f"import sys, {module}; print(*sorted({{'torch', 'transformers', 'pyarrow', 'numpy'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+
+
+def imported_by(code):
+    """Return the modules that a program of one line has imported at its end."""
+    program = f"import sys; {code}; print(*sys.modules)"
+    return set(
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    )
+
+
+TORCH = "import torch, torch.distributed.checkpoint; from torch.distributed.fsdp import fully_shard"
+STRATEGY = "from fsdp2_strategy import FSDPV2Strategy"
+
+
+def test_the_strategy_loads_neither_features_nor_engines_nor_other_systems():
+    added = imported_by(STRATEGY) - imported_by(TORCH)
+    assert "fsdp2_strategy.checkpoint.save" in added
+    others = ("parallel", "rollout", "integrations", "cli")
+    assert not [name for name in added if name.startswith(tuple(f"fsdp2_strategy.{other}" for other in others))]
+    assert not {name.partition(".")[0] for name in added} & {"transformers", "peft", "accelerate", "datasets", "wandb"}
+    assert not [name for name in added if name.startswith(("torch._dynamo", "torch._inductor"))]
+
+
+@pytest.mark.full
+def test_the_strategy_costs_little_more_to_import_than_what_it_uses_of_torch():
+    """CPU time, of all threads; the least of several runs, because other tests use the machine."""
+
+    def seconds(code):
+        program = f"import time; {code}; print(time.process_time())"
+        return float(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout)
+
+    runs = [(seconds(TORCH), seconds(STRATEGY)) for _ in range(4)]
+    torch, ours = (min(each) for each in zip(*runs, strict=True))
+    assert ours <= 1.3 * torch, f"{ours:.2f} s, and {torch:.2f} s for torch alone"

@@ -11,11 +11,11 @@ import copy
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -305,7 +305,7 @@ def _plan(
         sidecars.append((on_disk.sidecars, own.tokenizer))
     data = DataPosition.of(dataloader) if dataloader is not None else None
     of_run = {"step": request.step, "seed": seed, "world_size": world_size(), "client_state": client_state}
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    versions = {"torch": torch.__version__, "transformers": version("transformers")}
     rest = {"data": data.entry if data else None, "versions": versions}
     shard_sizes = {name: shard_size_of_model(own.model) for name, own in models.items()}
     folder = request.partial_paths.state

@@ -12,7 +12,6 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from transformers import SchedulerType, get_scheduler
 
 from fsdp2_strategy.config.arguments import check_number
 from fsdp2_strategy.errors import FSDP2StrategyError, OptimizerError, StepError, did_you_mean
@@ -78,6 +77,8 @@ def build_scheduler(
         num_warmup_steps = int(num_training_steps * warmup_ratio)
     if name == BACKBONE_FREEZE:
         return _freeze_backbone(optimizer, **scheduler_specific_kwargs)
+    from transformers import get_scheduler  # noqa: PLC0415  imports seconds of libraries, peft among them
+
     kind, options = _ALIASES.get(name, (name, {}))
     try:
         scheduler: LRScheduler = get_scheduler(
@@ -110,6 +111,8 @@ def check_schedule_name(name: str) -> None:
     Raises:
         OptimizerError: the name is unknown. The error lists the known names.
     """
+    from transformers import SchedulerType  # noqa: PLC0415  as above
+
     known = [kind.value for kind in SchedulerType if kind.value not in _NEED_METRICS]
     known += [*_ALIASES, BACKBONE_FREEZE]
     if name in _NEED_METRICS:
