@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from transformers import LlamaForCausalLM, MixtralForCausalLM
 
-from fsdp2_strategy import build_mesh, load_checkpoint, save_checkpoint, shard_model
+from fsdp2_strategy import StrategyConfig, build_mesh, load_checkpoint, save_checkpoint, shard_model
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -64,14 +64,14 @@ def build(kind: str, size: str, *, smoke: bool) -> nn.Module:
             model = (MixtralForCausalLM if kind == "ep" else LlamaForCausalLM)(config).to(config.dtype)
         options = dict(SPLIT[kind])
         mesh = build_mesh(tensor_parallel_size=options.pop("tensor_parallel_size", 1))
-        return shard_model(model, mesh, bf16=False, **options).to_empty(device=harness.device())
+        return shard_model(model, mesh, StrategyConfig(bf16=False, **options)).to_empty(device=harness.device())
     if size == "small":
         small = SmallMatrices(4, 5, 8) if smoke else SmallMatrices(100, 50, 64)
-        return shard_model(small, bf16=False, block_class_names=["Sequential"])
+        return shard_model(small, config=StrategyConfig(bf16=False, block_class_names=["Sequential"]))
     config = harness.llama_config(size, smoke=smoke)
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(config.dtype)
-    return shard_model(model, bf16=False).to_empty(device=harness.device())
+    return shard_model(model, config=StrategyConfig(bf16=False)).to_empty(device=harness.device())
 
 
 @dataclass

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2_strategy import load_checkpoint, save_checkpoint, shard_model
+from fsdp2_strategy import StrategyConfig, load_checkpoint, save_checkpoint, shard_model
 
 
 def timed(call) -> float:
@@ -31,7 +31,9 @@ def timed(call) -> float:
 def work(rank: int, options: dict) -> None:
     harness.init_rank(rank, options)
     side, layers = (64, 2) if options["smoke"] else (2048, 64)
-    model = shard_model(nn.Sequential(*(nn.Linear(side, side, bias=False) for _ in range(layers))), bf16=False)
+    model = shard_model(
+        nn.Sequential(*(nn.Linear(side, side, bias=False) for _ in range(layers))), config=StrategyConfig(bf16=False)
+    )
     folder, key_file = Path(options["disk"]), Path(options["disk"]) / "key"
     if rank == 0:
         folder.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fsdp2_strategy import init_on_meta, load_weights, save_model, shard_model
+from fsdp2_strategy import StrategyConfig, init_on_meta, load_weights, save_model, shard_model
 from fsdp2_strategy.storage.safetensors_format import read_header
 
 SIZES = ["0.4", "1.5"]
@@ -75,7 +75,7 @@ def bare_read(source: Path, _marks: dict) -> torch.Tensor:
 def ours(folder: Path, marks: dict) -> torch.nn.Module:
     with init_on_meta():
         model = LlamaForCausalLM.from_pretrained(folder)
-    shard_model(model, bf16=False)
+    shard_model(model, config=StrategyConfig(bf16=False))
     dist.barrier()
     marks["start"] = time.perf_counter()
     load_weights(model)

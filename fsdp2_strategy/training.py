@@ -40,7 +40,7 @@ from fsdp2_strategy.distributed import process_group as ranks
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.log import log, show_log
 from fsdp2_strategy.distributed.lost_ranks import collective, disconnect, report_end
-from fsdp2_strategy.distributed.mesh import auto_shard_size, build_mesh, forget_meshes, group_of, groups_that_share
+from fsdp2_strategy.distributed.mesh import check_shard_size, forget_meshes, group_of, groups_that_share
 from fsdp2_strategy.distributed.preemption import Preemption
 from fsdp2_strategy.distributed.tcp_rendezvous import Rendezvous
 from fsdp2_strategy.distributed.wait_log import begin_wait_log
@@ -72,7 +72,6 @@ from fsdp2_strategy.optim.groups import build_optimizer
 from fsdp2_strategy.optim.schedule import build_scheduler, check_schedule_of, drives
 from fsdp2_strategy.optim.step import StepResult, backward, clip_for_step, forbid_direct_steps, optimizer_step
 from fsdp2_strategy.optim.zero_grad import discard_gradients, watch_optimizer
-from fsdp2_strategy.sharding.blocks import parameter_count
 from fsdp2_strategy.sharding.explain import explain
 from fsdp2_strategy.sharding.features import feature
 from fsdp2_strategy.sharding.shard import check_dtypes, is_for_training, shard_model, watch_wrapper
@@ -357,18 +356,11 @@ class TrainingStrategy:
             if isinstance(model, nn.Module):
                 watch_wrapper(model)
             return model
-        config = self.config
         self._check_same_settings()
-        settings = self._plan_settings(model, config, is_training, shard_size, reshard_after_forward)
-        shard_model(
-            model,
-            build_mesh(settings.pop("shard_size"), tensor_parallel_size=settings.pop("tensor_parallel_size")),
-            **settings | ({} if tensor_parallel_plan is None else {"tensor_parallel_plan": tensor_parallel_plan}),
-            prefetch_depth=config.prefetch_depth,
-            compile_blocks=config.compile_blocks,
-            forward_methods=config.forward_methods,
-            cast_inputs=config.cast_inputs,
-        )
+        config = self._with_arguments(self.config, shard_size, reshard_after_forward)
+        if tensor_parallel_plan is not None:
+            config = config.replace(tensor_parallel_plan=tensor_parallel_plan)
+        shard_model(model, None, config, is_training=is_training)
         if needs_values(model):
             load_pretrained(model)
         keep_documents_apart(model)
@@ -451,60 +443,22 @@ class TrainingStrategy:
         """
         self._check_open()
         check_is_model(model)
-        return self._explain(model, self.config, is_training, shard_size, reshard_after_forward, run=run, file=file)
+        config = self._with_arguments(self.config, shard_size, reshard_after_forward)
+        return explain(model, config, is_training=is_training, world_size=self.world_size, run=run, file=file)
 
-    def _explain(
-        self,
-        model: nn.Module,
-        config: StrategyConfig,
-        is_training: bool,
-        shard_size: ShardSize,
-        reshard_after_forward: bool | int,
-        **output: Any,
-    ) -> str:
-        """Call the free function `explain` with the settings of ``config``."""
-        settings = self._plan_settings(model, config, is_training, shard_size, reshard_after_forward)
-        return explain(model, world_size=self.world_size, **settings, **output)
+    def _with_arguments(
+        self, config: StrategyConfig, shard_size: ShardSize, reshard_after_forward: bool | int
+    ) -> StrategyConfig:
+        """Return a configuration with the arguments of a call that are given.
 
-    def _plan_settings(
-        self,
-        model: nn.Module,
-        config: StrategyConfig,
-        is_training: bool,
-        shard_size: ShardSize,
-        reshard_after_forward: bool | int,
-    ) -> dict[str, Any]:
-        """Return the settings that decide how a model is sharded: arguments of `shard_model` and of `explain`.
-
-        In place of the mesh of `shard_model`, they contain the ``shard_size`` of the mesh, which is never "auto".
+        Raises:
+            MeshError: ``shard_size`` does not divide the number of ranks.
+            ConfigError: ``reshard_after_forward`` is invalid.
         """
-        if shard_size is _UNSET:
-            shard_size = config.shard_size
-        if shard_size == "auto":
-            world_size = self.world_size // self.tp_size
-            shard_size = auto_shard_size(parameter_count(model), is_training=is_training, world_size=world_size)
-        return {
-            "is_training": is_training,
-            "shard_size": shard_size,
-            "bf16": config.bf16,
-            "fp16": config.fp16,
-            "keep_fp32": config.keep_fp32,
-            "masters_in_optimizer": config.use_mp_opt,
-            "reduce_in_full_precision": config.reduce_in_full_precision,
-            "block_class_names": config.block_class_names,
-            "min_unit_params": config.min_unit_params,
-            "ignored_modules": config.ignored_modules,
-            "conditional_modules": config.conditional_modules,
-            "mixed_mm_data": config.mixed_mm_data,
-            "reshard_after_forward": (
-                config.reshard_after_forward if reshard_after_forward is _UNSET else reshard_after_forward
-            ),
-            "cpu_offload": config.cpu_offload,
-            "activation_checkpointing": config.activation_checkpointing,
-            "tensor_parallel_size": self.tp_size,
-            "tensor_parallel_plan": config.tensor_parallel_plan,
-            "expert_parallel_size": config.expert_parallel_size,
-        }
+        if shard_size is not _UNSET and shard_size != "auto":
+            check_shard_size(shard_size, self.world_size, self.tp_size)
+        given = {"shard_size": shard_size, "reshard_after_forward": reshard_after_forward}
+        return config.replace(**{name: value for name, value in given.items() if value is not _UNSET})
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """Return the module that is sharded as the root, for a model or its wrapper; not collective."""

@@ -21,18 +21,17 @@ from fsdp2_strategy.model.fsdp_state import parameter_groups
 from fsdp2_strategy.sharding import known_policies
 from fsdp2_strategy.sharding.blocks import class_names_of
 from fsdp2_strategy.sharding.plan import plan_units
-from fsdp2_strategy.sharding.precision import Precision
 from fsdp2_strategy.sharding.shard import is_for_training
 
 
 def units(model, **options):
-    precision = Precision(bf16=options.pop("bf16", True), is_training=options.pop("is_training", True), **options)
-    return {unit.name: unit for unit in plan_units(model, precision).units}
+    is_training = options.pop("is_training", True)
+    return {unit.name: unit for unit in plan_units(model, StrategyConfig(**options), is_training=is_training).units}
 
 
 def units_by_size(model, least):
-    precision = Precision(bf16=True, is_training=True)
-    return {unit.name: unit for unit in plan_units(model, precision, min_unit_params=least).units}
+    config = StrategyConfig(min_unit_params=least)
+    return {unit.name: unit for unit in plan_units(model, config, is_training=True).units}
 
 
 def test_given_class_names_decide():
@@ -158,7 +157,7 @@ def test_shared_parameters_open_their_blocks_and_shared_modules_become_units():
 def test_every_parameter_belongs_to_exactly_one_unit_or_is_replicated():
     for name in ("llama", "bert", "t5", "clip", "recurrent", "shared_blocks", "mamba", "qwen2_vl"):
         model = build(name)
-        plan = plan_units(model, Precision(bf16=True, is_training=True, keep_fp32=("norm",) if name == "llama" else ()))
+        plan = plan_units(model, StrategyConfig(keep_fp32=("norm",) if name == "llama" else ()), is_training=True)
         claimed = [id(p) for u in plan.units for p in u.parameters.values()] + [id(p) for p in plan.replicated.values()]
         assert sorted(claimed) == sorted(id(p) for p in model.parameters()), name
 
@@ -190,7 +189,7 @@ def test_frozen_parameters_get_no_fp32_master():
     model = build("llama")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("layers.0" in name)
-    plan = plan_units(model, Precision(bf16=True, is_training=True))
+    plan = plan_units(model, StrategyConfig(), is_training=True)
     stored = {n: plan.stored_dtype(u, p) for u in plan.units for n, p in u.parameters.items()}
     assert stored["model.layers.0.mlp.up_proj.weight"] == torch.float32
     assert stored["model.layers.1.mlp.up_proj.weight"] == torch.bfloat16
@@ -199,7 +198,7 @@ def test_frozen_parameters_get_no_fp32_master():
 def test_explain_prints_units_bytes_ties_and_doubts_without_allocating(capsys):
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(tie_word_embeddings=True))  # 6.6 billion
-    text = explain(model, world_size=64, shard_size=8)
+    text = explain(model, StrategyConfig(shard_size=8), world_size=64, is_training=True)
     assert capsys.readouterr().out == text + "\n"
     count = sum(p.numel() for p in model.parameters())
     assert f"parameters {count:,}" in text
@@ -209,11 +208,11 @@ def test_explain_prints_units_bytes_ties_and_doubts_without_allocating(capsys):
     assert "tied       model.embed_tokens.weight = lm_head.weight" in text
     assert "root unit  model.embed_tokens.weight, model.norm.weight" in text
     assert "buffers    512 B on each rank (fp32)" in text
-    assert "replicated" in explain(build("clip"), file=io.StringIO())
-    only_root = explain(nn.Linear(4, 4), file=io.StringIO())
+    assert "replicated" in explain(build("clip"), file=io.StringIO(), is_training=True)
+    only_root = explain(nn.Linear(4, 4), file=io.StringIO(), is_training=True)
     assert "the root is the only unit" in only_root
     model.model.layers[:16].requires_grad_(False)
-    assert "model.layers.0 … 15 (16 equal)" in explain(model, file=io.StringIO())
+    assert "model.layers.0 … 15 (16 equal)" in explain(model, file=io.StringIO(), is_training=True)
 
 
 PLANS = {
@@ -347,7 +346,7 @@ def test_explain_refuses_what_prepare_model_refuses():
 
 def test_explain_refuses_a_shard_size_that_does_not_divide():
     with pytest.raises(MeshError, match=r"shard_size is 3, .* world size 8\. Use one of \[1, 2, 4, 8\]"):
-        explain(build("llama"), world_size=8, shard_size=3)
+        explain(build("llama"), StrategyConfig(shard_size=3), world_size=8, is_training=True)
 
 
 def test_a_model_without_parameters_is_refused():
@@ -372,8 +371,7 @@ class KnownPolicy(Backbone):
 
 
 def warnings_of(model, **options):
-    precision = Precision(bf16=True, is_training=True)
-    return list(plan_units(model, precision, **options).warnings())
+    return list(plan_units(model, StrategyConfig(**options), is_training=True).warnings())
 
 
 def test_a_known_policy_without_its_blocks_is_an_error_that_lists_the_module_types(monkeypatch):
@@ -397,7 +395,7 @@ def test_a_root_that_holds_layers_is_reported_with_what_to_register_also_where_w
     (warning,) = warnings_of(Backbone(), block_class_names=["LlamaDecoderLayer"])
     assert "besides embeddings and heads, most of them in TransformerEncoderLayer" in warning
     assert "as block_class_names, or call register_policy" in warning
-    assert warning in explain(Backbone(), block_class_names=["LlamaDecoderLayer"], is_training=True)
+    assert warning in explain(Backbone(), StrategyConfig(block_class_names=["LlamaDecoderLayer"]), is_training=True)
     assert not warnings_of(Backbone(), block_class_names=["LlamaDecoderLayer", "TransformerEncoderLayer"])
     assert not warnings_of(build("llama_tied")), "tied weights belong to the root"
 

@@ -150,11 +150,11 @@ def test_explain_names_changing_buffers_and_restores_them(capsys):
 
     model = nn.Sequential(Codes(), nn.BatchNorm1d(4)).train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    text = explain(model, run=lambda m: m(torch.randn(3, 4)))
+    text = explain(model, run=lambda m: m(torch.randn(3, 4)), is_training=True)
     assert (
         "1.running_mean" in text
         and "4 buffers" in text
-        and "0.codes" in explain(nn.Sequential(Codes()), run=lambda m: m(torch.randn(3, 4)))
+        and "0.codes" in explain(nn.Sequential(Codes()), run=lambda m: m(torch.randn(3, 4)), is_training=True)
     )
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from fsdp2_strategy import FSDPV2Strategy, build_mesh, shard_model, sizes, stream_weights
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, build_mesh, shard_model, sizes, stream_weights
 from fsdp2_strategy.errors import RolloutError
 from fsdp2_strategy.model import offload
 from fsdp2_strategy.model.placeholders import values_of
@@ -36,7 +36,8 @@ GENERATING = ["llama_tied", "phi3", "gpt2", "mixtral", "qwen3_moe", "gpt_oss", "
 
 def sharded(name, **options):
     model = build(name) if isinstance(name, str) else name
-    shard_model(model, build_mesh(options.pop("shard_size", -1)), **{"is_training": True, **options})
+    is_training = options.pop("is_training", True)
+    shard_model(model, build_mesh(options.pop("shard_size", -1)), StrategyConfig(**options), is_training=is_training)
     return model
 
 
@@ -165,7 +166,7 @@ def test_shards_of_any_length_along_any_dimension_are_compared_in_parts(retain, 
 @pytest.mark.ranks(2)
 def test_one_percent_of_changes_takes_three_percent_of_the_bytes_and_none_takes_none():
     model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(4)])
-    shard_model(model, build_mesh(), is_training=True, block_class_names=["Linear"])
+    shard_model(model, build_mesh(), StrategyConfig(block_class_names=["Linear"]), is_training=True)
     stream = stream_weights(model, since="")
     list(stream)
     change(model, 0.01, 1)
@@ -198,7 +199,7 @@ def test_changes_of_any_share_never_take_more_bytes_than_all_weights():
 @pytest.mark.ranks(2)
 def test_what_is_retained_is_a_copy_of_the_shards_or_a_sixteenth_of_it():
     model = nn.Linear(512, 512, bias=False)
-    shard_model(model, bf16=False)
+    shard_model(model, config=StrategyConfig(bf16=False))
     copy = stream_weights(model, since="")
     list(copy)
     hashes = stream_weights(model, since="", retain="hashes")
@@ -214,7 +215,7 @@ def test_what_is_retained_is_a_copy_of_the_shards_or_a_sixteenth_of_it():
 def test_a_change_of_sign_of_zero_and_of_one_bit_of_nan_is_a_change():
     model = nn.Linear(64, 64, bias=False)
     nn.init.zeros_(model.weight)
-    shard_model(model, bf16=False)
+    shard_model(model, config=StrategyConfig(bf16=False))
     for retain in ("copy", "hashes"):
         stream = stream_weights(model, dtype=None, since="", retain=retain)
         list(stream)

@@ -17,9 +17,9 @@ from helpers.worlds import some
 from peft import LoraConfig, get_peft_model
 from torch.nn.functional import cross_entropy
 
-from fsdp2_strategy import build_mesh, explain, shard_model
+from fsdp2_strategy import StrategyConfig, build_mesh, explain, shard_model
 from fsdp2_strategy.distributed.torch_internals import local_of
-from fsdp2_strategy.errors import MeshError, ShardError
+from fsdp2_strategy.errors import ConfigError, MeshError, ShardError
 from fsdp2_strategy.hf.skeleton import meta_skeleton
 from fsdp2_strategy.model.names import named_parameters
 
@@ -237,7 +237,8 @@ def test_an_engine_has_all_experts(name):
 def test_what_cannot_be_divided_is_refused_by_name():
     def refused(model, error, says, mesh=None, **options):
         with pytest.raises(error, match=says):
-            shard_model(model, mesh or build_mesh(), **{"expert_parallel_size": 2, **options})
+            config = StrategyConfig(**{"expert_parallel_size": 2, **options})
+            shard_model(model, mesh or build_mesh(), config)
 
     refused(tiny_model("llama"), ShardError, "LlamaForCausalLM: it has no plan for expert parallelism")
     refused(
@@ -246,7 +247,7 @@ def test_what_cannot_be_divided_is_refused_by_name():
     both = build_mesh(tensor_parallel_size=4)
     refused(tiny_model("mixtral"), MeshError, r"a multiple of tensor_parallel_size 4.*Use one of \[4\]", mesh=both)
     refused(tiny_model("flex_olmo"), ShardError, "has 7 experts, expected a number that 2 ranks divide")
-    refused(tiny_model("mixtral"), ShardError, "compile_blocks is set", compile_blocks=True)
+    refused(tiny_model("mixtral"), ConfigError, "1 with compile_blocks", compile_blocks=True)
     refused(tiny_model("mixtral"), ShardError, "they are ignored", ignored_modules=[r".*\.experts"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -255,10 +256,15 @@ def test_what_cannot_be_divided_is_refused_by_name():
 
 
 def test_explain_shows_divided_experts():
-    text = explain(tiny_model("mixtral").float(), world_size=8, expert_parallel_size=4, bf16=False)
+    text = explain(
+        tiny_model("mixtral").float(),
+        StrategyConfig(expert_parallel_size=4, bf16=False),
+        world_size=8,
+        is_training=True,
+    )
     assert "experts    divided among 4 ranks, by the model's own plan" in text
-    whole = explain(tiny_model("mixtral").float(), world_size=8, bf16=False)
+    whole = explain(tiny_model("mixtral").float(), StrategyConfig(bf16=False), world_size=8, is_training=True)
     held = [next(line for line in each.splitlines() if line.startswith("each rank")) for each in (text, whole)]
     assert held[0] == held[1], "each rank holds an eighth, however experts are divided"
     with pytest.raises(MeshError, match="expert_parallel_size is 3"):
-        explain(tiny_model("mixtral"), world_size=8, expert_parallel_size=3)
+        explain(tiny_model("mixtral"), StrategyConfig(expert_parallel_size=3), world_size=8, is_training=True)

@@ -53,7 +53,7 @@ def exported_equals_saved(name, folder):
     cls = type(CASES[name].build())
     with init_on_meta():
         model = cls.from_pretrained(folder / "saved")
-    shard_model(model, bf16=False)
+    shard_model(model, config=StrategyConfig(bf16=False))
     load_weights(model)
     world_size = dist.get_world_size()
     out = folder / f"exported{world_size}"
@@ -102,7 +102,7 @@ def test_replicas_share_the_writing(tmp_path):
     model = build("qwen3_moe")
     if dist.get_rank() == 0:
         model.save_pretrained(tmp_path / "saved")
-    shard_model(model, build_mesh(2), bf16=False)
+    shard_model(model, build_mesh(2), StrategyConfig(bf16=False))
     written = []
     patch = pytest.MonkeyPatch()
     patch.setattr(export, "write_all", lambda jobs: written.extend(jobs) or write.write_all(jobs))
@@ -121,7 +121,12 @@ def test_replicas_share_the_writing(tmp_path):
 def test_the_bytes_do_not_depend_on_the_number_of_ranks(tmp_path):
     model = build("gpt_oss")
     for mesh, name in ((build_mesh(), "sharded"), (build_mesh(1), "replicated")):
-        save_model(shard_model(build("gpt_oss"), mesh, bf16=False), None, tmp_path / name, max_shard_size=60_000)
+        save_model(
+            shard_model(build("gpt_oss"), mesh, StrategyConfig(bf16=False)),
+            None,
+            tmp_path / name,
+            max_shard_size=60_000,
+        )
     save_model(model, None, tmp_path / "unsharded", max_shard_size=60_000)
     names = sorted(p.name for p in (tmp_path / "sharded").iterdir())
     assert len(names) > 4
@@ -149,7 +154,7 @@ def test_the_dtype_is_that_of_the_shards_or_the_one_asked_for(tmp_path):
 
 @pytest.mark.ranks(2)
 def test_parameters_that_a_model_keeps_in_fp32_stay_so(tmp_path):
-    model = shard_model(build("deepseek_v3"), bf16=False)
+    model = shard_model(build("deepseek_v3"), config=StrategyConfig(bf16=False))
     save_model(model, None, tmp_path, dtype=torch.bfloat16)
     dtypes = {t.dtype for n, t in tensors_in(tmp_path).items() if "e_score_correction_bias" in n}
     assert dtypes == {torch.float32}
@@ -158,7 +163,7 @@ def test_parameters_that_a_model_keeps_in_fp32_stay_so(tmp_path):
 @pytest.mark.ranks(2)
 def test_a_plain_model_gives_one_file_and_nothing_else(tmp_path):
     torch.manual_seed(0)
-    model = shard_model(Mlp(), bf16=False)
+    model = shard_model(Mlp(), config=StrategyConfig(bf16=False))
     save_model(model, None, tmp_path, max_shard_size="100B")
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
     other = Mlp()
@@ -175,11 +180,11 @@ class Critic(nn.Module):
 
 @pytest.mark.ranks(2)
 def test_a_wrapper_with_parameters_of_its_own_comes_back_under_its_own_names(tmp_path):
-    model = shard_model(Critic(), bf16=False)
+    model = shard_model(Critic(), config=StrategyConfig(bf16=False))
     save_model(model, None, tmp_path)
     with init_on_meta():
         other = Critic()
-    shard_model(other, bf16=False)
+    shard_model(other, config=StrategyConfig(bf16=False))
     load_weights(other, tmp_path)
     assert all(torch.equal(full(a), full(b)) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
@@ -190,7 +195,7 @@ def test_tokenizer_and_generation_configuration_lie_beside_the_weights(tmp_path)
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     model = build("llama")
     model.generation_config.max_new_tokens = 7
-    shard_model(model, bf16=False)
+    shard_model(model, config=StrategyConfig(bf16=False))
     save_model(model, PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>"), tmp_path)
     dist.barrier()
     assert AutoTokenizer.from_pretrained(tmp_path)("a b a")["input_ids"] == [1, 2, 1]
@@ -201,7 +206,7 @@ def test_tokenizer_and_generation_configuration_lie_beside_the_weights(tmp_path)
 
 @pytest.mark.ranks(2)
 def test_a_variant_and_the_models_own_names_can_be_had(tmp_path):
-    model = shard_model(build("mixtral"), bf16=False)
+    model = shard_model(build("mixtral"), config=StrategyConfig(bf16=False))
     save_model(model, None, tmp_path, variant="fp16", dtype=torch.float16, max_shard_size="50KB")
     assert not list(tmp_path.glob("model-*"))
     opened = AutoModelForCausalLM.from_pretrained(tmp_path, variant="fp16", dtype=torch.float16)
@@ -230,7 +235,7 @@ def test_pushing_happens_once_after_the_write(tmp_path):
 
     patch = pytest.MonkeyPatch()
     patch.setattr(huggingface_hub, "HfApi", Api)
-    model = shard_model(build("llama"), bf16=False)
+    model = shard_model(build("llama"), config=StrategyConfig(bf16=False))
     save_model(model, None, tmp_path, push_to_hub=True, repo_id="mine", private=True, token="t", commit_message="new")
     patch.undo()
     if dist.get_rank():
@@ -269,7 +274,7 @@ def permuted_round_trip(folder):
     assert "model.layers.0.mlp.down.weight" in tensors_in(saved)
     with init_on_meta():
         model = PermutedLlama.from_pretrained(saved)
-    shard_model(model, bf16=False)
+    shard_model(model, config=StrategyConfig(bf16=False))
     load_weights(model)
     expected = dict(plain.named_parameters())
     assert all(torch.equal(full(p), expected[n]) for n, p in model.named_parameters())
@@ -289,7 +294,7 @@ def export_in_little_memory(folder):
     )
     with init_on_meta():
         model = LlamaForCausalLM(config)
-    shard_model(model, bf16=False)
+    shard_model(model, config=StrategyConfig(bf16=False))
     load_weights(model)
     assert sum(p.to_local().nbytes for p in model.parameters()) > 90e6
     for dtype in (None, torch.bfloat16):  # from memory, and through scratch buffers
@@ -308,10 +313,10 @@ def test_a_rank_holds_little_more_than_its_shard_while_it_exports(tmp_path, run_
 
 @pytest.mark.ranks(2)
 def test_a_save_verifies_tokenizer_files_that_it_copies_from_another_checkpoint(tmp_path):
-    first = shard_model(build("llama"), bf16=False)
+    first = shard_model(build("llama"), config=StrategyConfig(bf16=False))
     save_checkpoint(first, tmp_path / "ckpts", "first", tokenizer=small_tokenizer())
     folder = tmp_path / "ckpts/first/model"
-    model = shard_model(LlamaForCausalLM.from_pretrained(folder), bf16=False)
+    model = shard_model(LlamaForCausalLM.from_pretrained(folder), config=StrategyConfig(bf16=False))
     save_checkpoint(model, tmp_path / "ckpts", "second")
     copied, original = tmp_path / "ckpts/second/model/tokenizer.json", folder / "tokenizer.json"
     assert copied.read_bytes() == original.read_bytes()
@@ -329,7 +334,7 @@ def test_a_save_verifies_tokenizer_files_that_it_copies_from_another_checkpoint(
 
 @pytest.mark.ranks(2)
 def test_an_earlier_export_is_replaced_whole(tmp_path):
-    model = shard_model(build("llama"), bf16=False)
+    model = shard_model(build("llama"), config=StrategyConfig(bf16=False))
     save_model(model, None, tmp_path, max_shard_size="20KB")
     (tmp_path / "notes.txt").write_text("mine")
     dist.barrier()
@@ -347,7 +352,7 @@ def test_a_write_that_fails_on_one_rank_is_an_error_on_both_and_the_earlier_expo
     failures = (OSError(errno.EIO, os.strerror(errno.EIO)), RuntimeError("Input/output error, says another library"))
     for name, failure in itertools.product(("llama", "gpt_oss"), failures):  # with and without gathered tensors
         folder = tmp_path / f"{name}-{type(failure).__name__}"
-        model = shard_model(build(name), bf16=False)
+        model = shard_model(build(name), config=StrategyConfig(bf16=False))
         save_model(model, None, folder)
         before = {p.name: p.read_bytes() for p in folder.iterdir()}
         with torch.no_grad():
@@ -371,7 +376,7 @@ def test_a_write_that_fails_on_one_rank_is_an_error_on_both_and_the_earlier_expo
 
 @pytest.mark.ranks(2)
 def test_a_full_disk_is_an_error_on_both_ranks_before_anybody_writes(tmp_path):
-    model = shard_model(build("llama"), bf16=False)
+    model = shard_model(build("llama"), config=StrategyConfig(bf16=False))
     almost_full = shutil.disk_usage(tmp_path)._replace(free=1000)
     with (
         patch.object(shutil, "disk_usage", lambda _: almost_full),
@@ -388,7 +393,7 @@ def test_a_full_disk_while_writing_is_an_error_on_both_ranks(tmp_path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         safetensors_format.write_from(fd, offset, memory)
 
-    model = shard_model(build("llama"), bf16=False)
+    model = shard_model(build("llama"), config=StrategyConfig(bf16=False))
     with (
         patch.object(write, "write_from", write_from),
         pytest.raises(CheckpointError, match=r"rank 1: .*No space left on device: '.*export.partial/.*safetensors'"),
@@ -401,7 +406,7 @@ def test_a_full_disk_while_writing_is_an_error_on_both_ranks(tmp_path):
 def test_a_folder_that_each_host_has_for_itself_is_an_error_on_all_ranks(tmp_path, monkeypatch):
     own = tmp_path / f"host{dist.get_rank()}"
     (own / "out").mkdir(parents=True)
-    model = shard_model(build("llama"), bf16=False)
+    model = shard_model(build("llama"), config=StrategyConfig(bf16=False))
     with (
         monkeypatch.context() as patched,
         pytest.raises(CheckpointError, match=r"rank 1: .*a folder that all ranks see"),
@@ -440,7 +445,7 @@ def test_the_folder_is_required_and_the_tokenizer_is_not(options, tmp_path):
 
 @pytest.mark.ranks(2)
 def test_wrong_arguments_are_named(tmp_path):
-    model = shard_model(build("llama"), bf16=False)
+    model = shard_model(build("llama"), config=StrategyConfig(bf16=False))
     with pytest.raises(CheckpointError, match=r"unknown argument 'pushtohub'.*Did you mean 'push_to_hub'"):
         save_model(model, None, tmp_path, pushtohub=True)
     with pytest.raises(CheckpointError, match="max_shard_size is '5 apples'"):
@@ -450,6 +455,6 @@ def test_wrong_arguments_are_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"ranks \[1\] differ"):
         save_model(model, None, tmp_path, dtype=[torch.float32, torch.float16][dist.get_rank()])
     with init_on_meta():
-        empty = shard_model(CASES["llama"].build(), bf16=False)
+        empty = shard_model(CASES["llama"].build(), config=StrategyConfig(bf16=False))
     with pytest.raises(CheckpointError, match="no values yet, expected values for all"):
         save_model(empty, None, tmp_path)

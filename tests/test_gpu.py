@@ -182,7 +182,7 @@ def test_recorded_constructors_run_on_the_device_and_follow_the_seed():
     def initialised(seed):
         with init_on_meta():
             model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
-        shard_model(model, build_mesh(), bf16=False, block_class_names=["Linear"])
+        shard_model(model, build_mesh(), StrategyConfig(bf16=False, block_class_names=["Linear"]))
         torch.manual_seed(seed)
         load_weights(model)
         assert {parameter.device for parameter in model.parameters()} == {current_device()}
@@ -303,7 +303,7 @@ def test_an_engine_sleeps_in_host_memory_and_generates_the_same_after_it():
 def test_log_probabilities_on_a_gpu_equal_a_log_softmax_and_keep_the_random_state():
     model = build("llama").to(current_device())
     reference = copy.deepcopy(model)
-    shard_model(model, build_mesh(), is_training=True, bf16=False)
+    shard_model(model, build_mesh(), StrategyConfig(bf16=False), is_training=True)
     ids = on_device(batch_of("llama", 0, 0))["input_ids"]
     logits = reference(input_ids=ids).logits[:, :-1]
     expected = logits.log_softmax(dim=-1).gather(-1, ids[:, 1:, None]).squeeze(-1)

@@ -22,13 +22,12 @@ from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, explain, init_on_meta
 from fsdp2_strategy.errors import ShardError
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.sharding.plan import plan_units
-from fsdp2_strategy.sharding.precision import Precision
 
 MLPS = (r"model\.layers\.\d+\.mlp",)
 
 
 def plan_of(model, *patterns, **options):
-    return plan_units(model, Precision(bf16=True, is_training=True, **options), ignored_modules=patterns)
+    return plan_units(model, StrategyConfig(ignored_modules=patterns, **options), is_training=True)
 
 
 def started(name="llama", *, bf16=False, ignored=MLPS, seed=0, **config):
@@ -55,7 +54,7 @@ def test_blocks_are_found_beside_what_is_ignored():
     assert [unit.name for unit in plan_of(model, "vision").units] == ["layers.0", "layers.1"]
     model = nn.ModuleDict({"vision": large, "first": nn.Linear(8, 8), "second": nn.Linear(8, 8)})
     plan = plan_units(
-        model, Precision(bf16=True, is_training=True), min_unit_params=72, ignored_modules=[r"vision\.layers\.\d"]
+        model, StrategyConfig(min_unit_params=72, ignored_modules=[r"vision\.layers\.\d"]), is_training=True
     )
     assert [unit.name for unit in plan.units] == ["first", "second"]
 
@@ -102,11 +101,11 @@ def test_keep_fp32_knows_what_is_ignored():
 
 def test_explain_counts_what_is_ignored_on_every_rank():
     model = build("llama")
-    text = explain(model, world_size=4, ignored_modules=MLPS, file=io.StringIO())
+    text = explain(model, StrategyConfig(ignored_modules=MLPS), world_size=4, file=io.StringIO(), is_training=True)
     (line,) = [line for line in text.splitlines() if "ignored  " in line]
     assert line.split()[:6] == ["model.layers.0.mlp", "…", "model.layers.1.mlp"[-3:], "(2", "equal)", "ignored"]
     assert "fp32" in line
-    sharded = explain(model, world_size=4, file=io.StringIO())
+    sharded = explain(model, world_size=4, file=io.StringIO(), is_training=True)
     assert "ignored modules hold" in text and "ignored" not in sharded
 
 
@@ -207,7 +206,7 @@ def test_inference_holds_what_is_ignored_in_the_compute_dtype():
     model = build("llama")
     expected = copy.deepcopy(model).to(torch.bfloat16)
     expected.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.clone()
-    shard_model(model, bf16=True, ignored_modules=MLPS)
+    shard_model(model, config=StrategyConfig(bf16=True, ignored_modules=MLPS))
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     ids = tokens(torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -250,16 +249,16 @@ def test_what_was_frozen_and_ignored_has_no_master_to_train():
 def test_a_wrong_pattern_and_different_weights_are_refused_on_every_rank():
     second = dist.get_rank() == 1
     with pytest.raises(ShardError, match=r"failed on rank 1: cannot ignore modules: the pattern 'mlp'"):
-        shard_model(build("llama"), ignored_modules=["mlp"] if second else MLPS)
+        shard_model(build("llama"), config=StrategyConfig(ignored_modules=["mlp"] if second else MLPS))
     with pytest.raises(ShardError, match=r"ranks \[1\] differ from rank 0"):
-        shard_model(build("llama"), ignored_modules=MLPS if second else ())
+        shard_model(build("llama"), config=StrategyConfig(ignored_modules=MLPS if second else ()))
     model = build("llama")
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight += second
     with pytest.raises(
         ShardError, match=r"\(model\.layers\.0\.mlp\.up_proj\.weight.*\) of \d+ differ between the ranks"
     ):
-        shard_model(model, ignored_modules=MLPS)
+        shard_model(model, config=StrategyConfig(ignored_modules=MLPS))
 
 
 @pytest.mark.ranks(2)
@@ -272,7 +271,7 @@ def test_a_tower_that_not_every_rank_runs_is_not_trained_where_it_is_ignored():
         (frozen, "replicate", "holds the full parameters of ignored modules already"),
     ):
         with pytest.raises(ShardError, match=match):
-            shard_model(model, is_training=True, mixed_mm_data=policy, ignored_modules=[tower])
+            shard_model(model, config=StrategyConfig(mixed_mm_data=policy, ignored_modules=[tower]), is_training=True)
     strategy = FSDPV2Strategy(config=StrategyConfig(bf16=False, mixed_mm_data="root", ignored_modules=(tower,)))
     strategy.prepare_model(frozen, is_training=True)
     optimizer = strategy.create_optimizer(frozen, lr=1e-3)

@@ -69,7 +69,7 @@ def test_a_sharded_models_log_probs_and_gradients_are_those_of_full_logits(world
     for name in ("llama", "llama_tied", "gpt2", "qwen3", "qwen2_vl"):
         model = build(name).double()
         reference = copy.deepcopy(model)
-        shard_model(model, build_mesh(2 if world == 4 else -1), is_training=True, bf16=False)
+        shard_model(model, build_mesh(2 if world == 4 else -1), StrategyConfig(bf16=False), is_training=True)
         batches = [batch_of(name, 0, rank) for rank in range(world)]
         for batch in batches:
             batch.pop("labels")
@@ -165,7 +165,7 @@ def test_what_a_model_does_to_its_logits_after_the_head_is_done_to_the_chunks(co
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(30)
     reference = copy.deepcopy(model)
-    shard_model(model, is_training=True, bf16=False)
+    shard_model(model, config=StrategyConfig(bf16=False), is_training=True)
     ids, forward = torch.randint(3, VOCAB, (2, 9)), vars(model)["forward"]
     before = torch.get_rng_state()
     ours = token_log_probs(model, ids, entropy=True, chunk_bytes=ROW)
@@ -270,7 +270,7 @@ def test_a_model_may_be_asked_on_one_rank_before_it_is_sharded():
     ids = batch_of("llama", 0, 0)["input_ids"]
     if dist.get_rank() == 0:
         token_log_probs(model, ids)
-    shard_model(model, bf16=False)
+    shard_model(model, config=StrategyConfig(bf16=False))
     torch.testing.assert_close(token_log_probs(model, ids), plain(build("llama"), ids, ids.shape[1] - 1)[0])
 
 

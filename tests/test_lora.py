@@ -458,7 +458,7 @@ def export_in_small_cuts(folder):
         for kind in ("all", "embeddings", "transposed", "experts", "dora"):
             model = adapted(**KINDS[kind])
             merged_by_peft(model, folder / f"peft_{kind}")
-            shard_model(model, bf16=False)
+            shard_model(model, config=StrategyConfig(bf16=False))
             save_model(model, None, folder / f"{kind}{dist.get_world_size()}")
 
 
@@ -479,7 +479,10 @@ def test_large_weights_are_merged_in_cuts_that_are_the_same_on_any_number_of_ran
 @pytest.mark.ranks(2)
 @pytest.mark.real_sizes
 def test_weights_are_merged_once_each_and_a_few_at_a_time(tmp_path):
-    model = shard_model(adapted("qwen3_moe", **{k: v for k, v in KINDS["experts"].items() if k != "name"}), bf16=False)
+    model = shard_model(
+        adapted("qwen3_moe", **{k: v for k, v in KINDS["experts"].items() if k != "name"}),
+        config=StrategyConfig(bf16=False),
+    )
     merged, lists = [], []
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sizes, "COMPUTED_BYTES", 1)
@@ -493,7 +496,7 @@ def test_weights_are_merged_once_each_and_a_few_at_a_time(tmp_path):
         gathers = collectives.counts["allreduce"]
         del merged[:]
         assert dict(stream_weights(model)) and len(merged) == adapted_weights
-    plain = shard_model(build("qwen3_moe"), bf16=False)
+    plain = shard_model(build("qwen3_moe"), config=StrategyConfig(bf16=False))
     with CountCollectives() as collectives:
         save_model(plain, None, tmp_path / "plain")
     assert gathers - collectives.counts["allreduce"] == 2, "one of the adapters, one to end the phase alike"
@@ -519,7 +522,7 @@ def test_weights_are_merged_once_each_and_a_few_at_a_time(tmp_path):
     ids=str,
 )
 def test_what_cannot_be_merged_is_named_on_all_ranks(name, options, match, tmp_path):
-    model = shard_model(adapted(name, **options), bf16=False)
+    model = shard_model(adapted(name, **options), config=StrategyConfig(bf16=False))
     with pytest.raises(CheckpointError, match=f"cannot merge the adapters of .*{match}.*merge_adapters=False"):
         save_model(model, None, tmp_path)
     with pytest.raises(RolloutError, match="cannot merge the adapters of"):
@@ -554,7 +557,7 @@ def test_a_wrapper_with_a_head_of_its_own_is_written_with_merged_weights(tmp_pat
     merged = copy.deepcopy(critic.base_model).merge_and_unload().state_dict()
     expected = {f"base_model.{n}": t for n, t in merged.items()}
     expected["value_head.weight"], expected["value_head.bias"] = (p.clone() for p in critic.value_head.parameters())
-    shard_model(critic, bf16=False, is_training=True)
+    shard_model(critic, config=StrategyConfig(bf16=False), is_training=True)
     save_model(critic, None, tmp_path)
     written = tensors_in(tmp_path)
     assert written.keys() == expected.keys() and all(torch.equal(written[n], t) for n, t in expected.items())
@@ -594,10 +597,10 @@ def test_adapters_alone_are_what_peft_saves_and_peft_loads_them(world, tmp_path)
 @pytest.mark.ranks(2)
 def test_adapters_alone_are_of_one_model_that_has_some(tmp_path):
     with pytest.raises(CheckpointError, match="LlamaForCausalLM contains 0 peft models, expected one"):
-        save_model(shard_model(build("llama"), bf16=False), None, tmp_path, merge_adapters=False)
+        save_model(shard_model(build("llama"), config=StrategyConfig(bf16=False)), None, tmp_path, merge_adapters=False)
     model = adapted()
     model.base_model.model.model.norm.weight.requires_grad_(True)
-    shard_model(model, bf16=False, is_training=True)
+    shard_model(model, config=StrategyConfig(bf16=False), is_training=True)
     with pytest.raises(CheckpointError, match=r"it trains .*model\.norm\.weight\) as well"):
         save_model(model, None, tmp_path, merge_adapters=False)
     assert not list(tmp_path.iterdir())
@@ -630,7 +633,7 @@ def test_a_model_into_which_peft_put_adapters_is_no_other(tmp_path):
     whole = get_peft_model(build("llama"), LoraConfig(r=3, target_modules=["q_proj", "v_proj"]))
     whole.load_state_dict({f"base_model.model.{n}": t.clone() for n, t in model.state_dict().items()})
     merged_by_peft(whole, tmp_path / "peft")
-    shard_model(model, bf16=False, is_training=True)
+    shard_model(model, config=StrategyConfig(bf16=False), is_training=True)
     save_model(model, None, tmp_path / "out")
     assert_same_tensors(tmp_path / "out", tmp_path / "peft")
     save_model(model, None, tmp_path / "adapters", merge_adapters=False)
@@ -746,7 +749,7 @@ def test_the_base_weights_of_a_folder_load_into_a_model_with_adapters(tmp_path):
         if not parameter.requires_grad:
             inner = name.removeprefix("base_model.model.").replace("base_layer.", "").replace("original_module.", "")
             parameter.data = other[inner].clone()
-    shard_model(model, bf16=False)
+    shard_model(model, config=StrategyConfig(bf16=False))
     report = load_weights(model, folder_with(tmp_path / "base", 1))
     assert not report.unexpected and all("lora" in n or "modules_to_save" in n for n in report.missing)
     now = full_parameters(model)
@@ -820,7 +823,7 @@ def test_an_adapter_and_the_base_weights_are_streamed_apart(tmp_path):
     model = get_peft_model(base, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
     model.save_pretrained(tmp_path / str(dist.get_rank()))
     adapter = tensors_in(tmp_path / str(dist.get_rank()))
-    shard_model(model, is_training=True, bf16=False)
+    shard_model(model, config=StrategyConfig(bf16=False), is_training=True)
     model(input_ids=tokens(torch.Generator().manual_seed(0)))  # leaves the root unit gathered
     offload(model)
     assert_same(dict(stream_weights(model, dtype=None, merge_adapters=False)), expected)
@@ -828,7 +831,7 @@ def test_an_adapter_and_the_base_weights_are_streamed_apart(tmp_path):
     assert_same(dict(stream_adapter(model)), adapter)
     with pytest.raises(RolloutError, match=r"'other' is not in PeftModel.*'default'\. Pass adapter= with one of these"):
         next(stream_adapter(model, "other"))
-    plain = shard_model(build("llama"), is_training=True, bf16=False)
+    plain = shard_model(build("llama"), config=StrategyConfig(bf16=False), is_training=True)
     with pytest.raises(
         RolloutError,
         match=r"the adapter 'default': .*contains 0 peft models, expected one.*or stream_weights",

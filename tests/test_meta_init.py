@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 
-from fsdp2_strategy import FSDPV2Strategy, init_on_meta, load_weights, shard_model
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, init_on_meta, load_weights, shard_model
 from fsdp2_strategy.errors import CheckpointError
 
 # --- operations on tensors with and without memory --------------------------------------------------------------------
@@ -511,7 +511,7 @@ def test_a_tied_weight_that_is_copied_after_the_block_to_a_new_module_is_an_erro
     with init_on_meta():
         model = LlamaForCausalLM.from_pretrained(tied)
     new_head(model)
-    shard_model(model, bf16=False)
+    shard_model(model, config=StrategyConfig(bf16=False))
     with pytest.raises(CheckpointError, match=r"lm_head\.weight: it was made on meta after the init_on_meta block"):
         load_weights(model, strict=False)
 

@@ -123,7 +123,7 @@ def test_a_projector_or_a_tower_may_be_all_that_is_trained(policy):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(part in name)
         reference = Unsharded(model, loss_of, lr=1e-3)
-        shard_model(model, is_training=True, bf16=False, mixed_mm_data=policy)
+        shard_model(model, config=StrategyConfig(bf16=False, mixed_mm_data=policy), is_training=True)
         batches = [batch("llava", 0, rank, rank == 0) for rank in range(2)]
         loss_of(model, batches[dist.get_rank()]).backward()
         found = full_grads(model)
@@ -186,7 +186,7 @@ def test_generation_with_images_on_one_rank_gives_what_one_process_gives():
     reference = qwen2_5_vl().eval()
     for policy in POLICIES:
         model = qwen2_5_vl().eval()
-        shard_model(model, mixed_mm_data=policy, bf16=False)
+        shard_model(model, config=StrategyConfig(mixed_mm_data=policy, bf16=False))
         inputs = batch("qwen2_5_vl", 0, rank, rank == 0)
         inputs.pop("labels")
         options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -206,33 +206,35 @@ def test_where_units_of_ranks_diverge_each_of_them_names_rank_and_unit_in_second
 
 
 def test_plans_say_where_the_tower_is(capsys):
-    text = explain(qwen2_5_vl(), mixed_mm_data="replicate", world_size=4)
+    text = explain(qwen2_5_vl(), StrategyConfig(mixed_mm_data="replicate"), world_size=4, is_training=True)
     assert "model.visual" in text and " vision " in text and "visual.blocks" not in text
-    text = explain(qwen2_5_vl(), mixed_mm_data="root")
+    text = explain(qwen2_5_vl(), StrategyConfig(mixed_mm_data="root"), is_training=True)
     assert "visual.blocks" not in text.split("root unit")[0]
-    assert "has no vision encoder" in explain(build("llama"), mixed_mm_data="root")
+    assert "has no vision encoder" in explain(build("llama"), StrategyConfig(mixed_mm_data="root"), is_training=True)
 
 
 @pytest.mark.ranks(2)
 def test_what_cannot_be_kept_in_step_is_an_error():
     for policy in ("root", "replicate"):
         with pytest.raises(ShardError, match=r"cannot shard model.visual and its projector .*: \w+ is a separate unit"):
-            shard_model(qwen2_5_vl(), mixed_mm_data=policy, keep_fp32=("*visual.blocks.0.norm1*",))
+            shard_model(
+                qwen2_5_vl(), config=StrategyConfig(mixed_mm_data=policy, keep_fp32=("*visual.blocks.0.norm1*",))
+            )
     model = qwen2_5_vl()
     model.model.visual.config.spatial_merge_size = 0
     with pytest.raises(ShardError, match=r"cannot run model.visual on an image of zeros"):
-        shard_model(model, mixed_mm_data="dummy")
+        shard_model(model, config=StrategyConfig(mixed_mm_data="dummy"))
     assert StrategyConfig(mixed_mm_data=True).mixed_mm_data == "root"
     assert StrategyConfig.from_args({"mixed_mm_data": False}).mixed_mm_data is None
-    shard_model(build("llama"), mixed_mm_data="dummy")
+    shard_model(build("llama"), config=StrategyConfig(mixed_mm_data="dummy"))
     model = model_of("llava")
     with pytest.raises(ShardError, match=r"Linear is a separate unit \(dtype\)"):
-        shard_model(model, mixed_mm_data="root", keep_fp32=("*multi_modal_projector.linear_1*",))
+        shard_model(model, config=StrategyConfig(mixed_mm_data="root", keep_fp32=("*multi_modal_projector.linear_1*",)))
     model.model.multi_modal_projector.gate = torch.nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ShardError, match="cannot train gate of LlavaMultiModalProjector"):
-        shard_model(model, mixed_mm_data="replicate")
+        shard_model(model, config=StrategyConfig(mixed_mm_data="replicate"))
     with pytest.raises(ShardError, match="it is tied"):
-        shard_model(build("llama_tied"), keep_fp32=("model.embed_tokens.*",))
+        shard_model(build("llama_tied"), config=StrategyConfig(keep_fp32=("model.embed_tokens.*",)))
 
 
 def test_what_stands_between_tower_and_text_is_left_to_the_root_as_well():
@@ -247,6 +249,9 @@ def test_what_stands_between_tower_and_text_is_left_to_the_root_as_well():
         image_token_id=VOCAB - 1,
     )  # fmt: skip
     model = Idefics2ForConditionalGeneration(config)
-    assert "connector" in explain(model).split("root unit")[0]
+    assert "connector" in explain(model, is_training=True).split("root unit")[0]
     for policy in ("root", "replicate"):
-        assert "connector" not in explain(model, mixed_mm_data=policy).split("root unit")[0]
+        assert (
+            "connector"
+            not in explain(model, StrategyConfig(mixed_mm_data=policy), is_training=True).split("root unit")[0]
+        )

@@ -18,7 +18,7 @@ from helpers.training import assert_same, full_state, strategy_for
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fsdp2_strategy import list_checkpoints, sizes
+from fsdp2_strategy import StrategyConfig, list_checkpoints, sizes
 from fsdp2_strategy.cli import main
 from fsdp2_strategy.distributed.mesh import build_mesh
 from fsdp2_strategy.errors import CheckpointError, DamageError
@@ -218,7 +218,7 @@ def test_a_fingerprint_does_not_depend_on_how_a_tensor_is_sharded(shard_size):
     expected = [[fingerprint(p.detach()) for p in model.all] if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(expected)
     [expected] = expected
-    shard_model(model, build_mesh(shard_size), bf16=False)
+    shard_model(model, build_mesh(shard_size), StrategyConfig(bf16=False))
     parameters = dict(model.named_parameters())
     assert list(now(parameters).values()) == expected
     with torch.no_grad():

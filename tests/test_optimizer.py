@@ -8,7 +8,7 @@ import torch.distributed as dist
 from helpers.models import build
 from torch import nn
 
-from fsdp2_strategy import FSDPV2Strategy, build_mesh, build_optimizer, build_scheduler, shard_model
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, build_mesh, build_optimizer, build_scheduler, shard_model
 from fsdp2_strategy.errors import OptimizerError
 from fsdp2_strategy.model.names import named_parameters
 
@@ -104,8 +104,8 @@ def test_groups_are_pure_in_dtype_and_shard_size():
 
     model = Two()
     model.b.double()
-    shard_model(model.a, build_mesh(1), is_training=True, bf16=False)
-    shard_model(model.b, build_mesh(), is_training=True, bf16=False)
+    shard_model(model.a, build_mesh(1), StrategyConfig(bf16=False), is_training=True)
+    shard_model(model.b, build_mesh(), StrategyConfig(bf16=False), is_training=True)
     optimizer = build_optimizer(model, lr=0.1)
     assert [len(g["params"]) for g in optimizer.param_groups] == [1, 1, 1]
     assert {g["name"] for g in optimizer.param_groups} == {"decay"}

@@ -105,7 +105,7 @@ def test_two_ranks_train_as_one_would_and_a_third_serves_what_they_stream(layout
         send_object(engine.generate(ids, **GREEDY).tolist(), 0)
         return
     model = build(name)
-    shard_model(model, mesh, is_training=True, bf16=False)
+    shard_model(model, mesh, StrategyConfig(bf16=False), is_training=True)
     norms = train(model, name, dist.get_rank(), 2)
     expected, expected_norms = trained_alone(name, 2, 2)
     assert norms == pytest.approx(expected_norms, rel=1e-6)
@@ -139,9 +139,9 @@ def test_an_error_on_one_rank_of_a_mesh_is_raised_on_all_of_it_and_nowhere_else(
     if dist.get_rank() == 0:  # it hears nothing, and is not waited for
         return
     with pytest.raises(ShardError, match=r"cannot shard Mlp: failed on rank 1: .* or a divisor"):
-        shard_model(build("mlp"), mesh, reshard_after_forward=True if dist.get_rank() == 1 else 7)
+        shard_model(build("mlp"), mesh, StrategyConfig(reshard_after_forward=True if dist.get_rank() == 1 else 7))
     with pytest.raises(ShardError, match=r"ranks \[1\] differ from rank 0"):
-        shard_model(build("mlp"), mesh, cpu_offload=dist.get_rank() == 1)
+        shard_model(build("mlp"), mesh, StrategyConfig(cpu_offload=dist.get_rank() == 1))
     model = shard_model(build("llama"), mesh, is_training=True)
     with pytest.raises(RolloutError, match="bucket_bytes is 0"):
         next(stream_weights(model, bucket_bytes=dist.get_rank() - 1))
@@ -191,7 +191,7 @@ def test_zero_dimensional_parameters_are_averaged_over_the_ranks_of_their_mesh()
     plain.load_state_dict(model.state_dict())
     if dist.get_rank() == 2:
         return
-    shard_model(model, mesh, is_training=True, bf16=False)
+    shard_model(model, mesh, StrategyConfig(bf16=False), is_training=True)
     model(torch.full((1, 4), 1.0 + dist.get_rank())).sum().backward()
     for number in (1.0, 2.0):
         (plain(torch.full((1, 4), number)).sum() / 2).backward()

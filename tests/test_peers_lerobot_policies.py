@@ -23,7 +23,6 @@ from helpers.reference import Unsharded, assert_close, full_grads, full_paramete
 from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
 from fsdp2_strategy.integrations.lerobot import LeRobotLayout
 from fsdp2_strategy.sharding.plan import plan_units
-from fsdp2_strategy.sharding.precision import Precision
 
 skip_without_lerobot()
 
@@ -94,7 +93,7 @@ def same_on_all_ranks(tensors):
 
 def units_of(policy):
     """Return the number of units, and the share of the root's parameters besides embeddings and heads."""
-    plan = plan_units(policy, Precision(bf16=False, is_training=True))
+    plan = plan_units(policy, StrategyConfig(bf16=False), is_training=True)
     return len(plan.units), plan._unexpected_in(plan.units[-1]) / sum(p.numel() for p in policy.parameters())
 
 

@@ -781,7 +781,7 @@ def test_modules_that_only_some_ranks_run_may_be_named():
 @pytest.mark.ranks(2)
 def test_passes_without_backward_are_compared_at_the_next_collective_call():
     with without_board(), on_group(dist.new_group([0, 1])):
-        model = shard_model(Ordered(), block_class_names=("Block",), bf16=False)
+        model = shard_model(Ordered(), config=StrategyConfig(block_class_names=("Block",), bf16=False))
         log = unit_log.current_log()
         assert log._board is None
         log.begin(log.register("runs a", "", lambda: False))
@@ -840,7 +840,7 @@ def test_a_rank_that_waits_for_processes_that_train_no_model_is_no_error():
     with on_group(dist.new_group([0, 1])) if dist.get_rank() < 2 else nullcontext():
         if dist.get_rank() < 2:
             with patch.object(unit_watcher, "WATCH_SECONDS", 0.05):
-                model = shard_model(Base(), block_class_names=("Block",), bf16=False)
+                model = shard_model(Base(), config=StrategyConfig(block_class_names=("Block",), bf16=False))
                 model(torch.ones(2, 8), None)
                 if dist.get_rank() == 0:
                     dist.broadcast(torch.ones(1), group=engine, src=0)
@@ -920,5 +920,5 @@ def test_a_board_that_is_full_is_used_again():
 def test_plans_say_which_modules_ranks_may_skip():
     model, _ = opt()
     assert "layerdrop is 0.4, so ranks skip different layers" in explain(model, is_training=True, world_size=2)
-    text = explain(Heads(), is_training=True, world_size=2, block_class_names=("Block",))
+    text = explain(Heads(), StrategyConfig(block_class_names=("Block",)), is_training=True, world_size=2)
     assert "ranks may use different entries of heads" in text

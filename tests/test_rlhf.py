@@ -489,7 +489,7 @@ def test_one_optimizer_steps_parameters_of_several_meshes_with_one_right_norm():
     unsharded = Unsharded(modules, loss, max_norm=0.1, **OPTIONS)
     for name, size in sizes.items():
         if size is not None:
-            shard_model(modules[name], build_mesh(size), is_training=True, bf16=False)
+            shard_model(modules[name], build_mesh(size), StrategyConfig(bf16=False), is_training=True)
     optimizer = build_optimizer(modules, **OPTIONS)
     for step in range(5):
         inputs = [

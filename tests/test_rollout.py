@@ -36,7 +36,8 @@ GENERATING = ["llama_tied", "phi3", "gpt2", "mixtral", "qwen3_moe", "gpt_oss", "
 
 def sharded(name, **options):
     model = build(name)
-    shard_model(model, build_mesh(options.pop("shard_size", -1)), **{"is_training": True, **options})
+    is_training = options.pop("is_training", True)
+    shard_model(model, build_mesh(options.pop("shard_size", -1)), StrategyConfig(**options), is_training=is_training)
     return model
 
 
@@ -91,7 +92,7 @@ def test_tensors_cut_along_another_dimension_or_not_evenly_arrive_whole():
 def test_empty_tensors_arrive_in_buckets_of_their_own():
     model = nn.Sequential(nn.Linear(4, 4, bias=False))
     model.empty = nn.Parameter(torch.zeros(0, 3), requires_grad=False)
-    shard_model(model, bf16=False)
+    shard_model(model, config=StrategyConfig(bf16=False))
     for bucket_bytes in (1, 1 << 20):
         streamed = dict(stream_weights(model, dtype=None, bucket_bytes=bucket_bytes))
         assert {name: tuple(t.shape) for name, t in streamed.items()} == {"0.weight": (4, 4), "empty": (0, 3)}
@@ -235,7 +236,7 @@ def test_what_is_away_streams_and_averages_stream_in_their_place():
 @pytest.mark.ranks(2)
 def test_buffers_that_differ_between_ranks_arrive_as_rank_0_has_them():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    shard_model(model, min_unit_params=1)
+    shard_model(model, config=StrategyConfig(min_unit_params=1))
     model[1].running_mean += dist.get_rank() + 1
     streamed = dict(stream_weights(model))
     assert list(streamed)[-3:] == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]

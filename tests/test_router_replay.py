@@ -124,7 +124,9 @@ def routed_by_rule(name, model, choices):
 def test_a_trainer_replays_the_experts_of_an_engine_in_bf16(name, checkpointing):
     model = model_of(name)
     unsharded = copy.deepcopy(model)
-    shard_model(model, build_mesh(), is_training=True, bf16=False, activation_checkpointing=checkpointing)
+    shard_model(
+        model, build_mesh(), StrategyConfig(bf16=False, activation_checkpointing=checkpointing), is_training=True
+    )
     engine = TransformersEngine(model, dtype=torch.bfloat16)
     engine.update_weights(stream_weights(model, dtype=torch.bfloat16))
     with record_routing(engine.model) as routing:
@@ -376,7 +378,7 @@ def test_a_wrapper_with_its_own_parameters_replays_and_recovers_from_a_wrong_rou
     torch.manual_seed(0)
     critic = Critic()
     unsharded = copy.deepcopy(critic)
-    shard_model(critic, build_mesh(), is_training=True, bf16=False)
+    shard_model(critic, build_mesh(), StrategyConfig(bf16=False), is_training=True)
     ids = prompts(dist.get_rank())[0].clamp(min=3)
     other = copy.deepcopy(unsharded)
     with torch.no_grad():
@@ -460,7 +462,7 @@ WRONG = {
 @pytest.mark.ranks(2)
 def test_a_wrong_routing_is_an_error_on_every_rank():
     model = model_of("mixtral")
-    shard_model(model, build_mesh(), is_training=True, bf16=False)
+    shard_model(model, build_mesh(), StrategyConfig(bf16=False), is_training=True)
     ids = prompts()[0].clamp(min=3)
     routing = routing_for(model, ids)
     for what, (make, match) in WRONG.items():
@@ -586,7 +588,9 @@ def test_groups_follow_from_the_experts(name):
 def test_split_sequences_and_compiled_blocks_are_refused():
     ids = prompts()[0].clamp(min=3)
     routing = routing_for(model_of("mixtral"), ids)
-    model = shard_model(model_of("mixtral"), build_mesh(), is_training=True, bf16=False, compile_blocks="eager")
+    model = shard_model(
+        model_of("mixtral"), build_mesh(), StrategyConfig(bf16=False, compile_blocks="eager"), is_training=True
+    )
     with pytest.raises(RolloutError, match=r"model.layers.0 is compiled, expected routers.*compile_blocks=False"):
         with replay_routing(model, routing):
             pass

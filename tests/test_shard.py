@@ -411,7 +411,7 @@ def test_ranks_with_different_models_are_refused_on_every_rank():
 @pytest.mark.ranks(2)
 def test_cpu_offload_and_free_functions_work_without_the_class():
     model = build("llama")
-    shard_model(model, build_mesh(), is_training=True, bf16=True, cpu_offload=True, prefetch_depth=1)
+    shard_model(model, build_mesh(), StrategyConfig(bf16=True, cpu_offload=True, prefetch_depth=1), is_training=True)
     loss_of("llama", model, batch_of("llama", 0, 0)).backward()
     assert all(p.grad.device.type == "cpu" for p in model.parameters())
 
@@ -419,7 +419,7 @@ def test_cpu_offload_and_free_functions_work_without_the_class():
 @pytest.mark.ranks(4)
 def test_uneven_and_empty_shards_are_kept_whole():
     expected = full_parameters(build("mlp"))
-    model = shard_model(build("mlp"), bf16=False)
+    model = shard_model(build("mlp"), config=StrategyConfig(bf16=False))
     assert {p.to_local().shape[0] for p in model.last.parameters()} == {int(dist.get_rank() == 0)}
     assert model.second.weight.to_local().shape[0] == (2, 2, 1, 0)[dist.get_rank()]
     actual = full_parameters(model)
@@ -625,7 +625,7 @@ def test_units_that_are_models_themselves_still_give_out_hidden_states():
         inputs = batch_of(name, 0, 0)
         inputs = {"input_ids": inputs["input_ids"]} if name == "llama" else {"pixel_values": inputs["pixel_values"]}
         expected = root(**inputs, output_hidden_states=True).hidden_states
-        shard_model(root, bf16=False)
+        shard_model(root, config=StrategyConfig(bf16=False))
         hidden = root(**inputs, output_hidden_states=True).hidden_states
         assert len(hidden) == len(expected) == 3
         assert all(torch.equal(a, b) for a, b in zip(hidden, expected, strict=True))

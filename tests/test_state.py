@@ -109,7 +109,7 @@ def test_free_functions_accumulate_and_step_as_the_class_does():
     assert strategy.accumulated_gradient == 2
     by_class, by_functions = build("mlp"), build("mlp")
     strategy.prepare_model(by_class, is_training=True)
-    shard_model(by_functions, is_training=True, bf16=False)
+    shard_model(by_functions, config=StrategyConfig(bf16=False), is_training=True)
     one, other = strategy.create_optimizer(by_class, lr=1e-2), build_optimizer(by_functions, 1e-2)
     with pytest.raises(StepError, match="no backward pass since its last step"):
         optimizer_step(other, by_functions)

@@ -113,7 +113,7 @@ def test_one_norm_spans_meshes_dtypes_and_plain_tensors():
 
     model = Parts()
     for part, size in ((model.sharded, -1), (model.hybrid, 2), (model.replicated, 1)):
-        shard_model(part, build_mesh(size), is_training=True, bf16=False)
+        shard_model(part, build_mesh(size), StrategyConfig(bf16=False), is_training=True)
     total = 0.0
     for i, parameter in enumerate(model.parameters()):
         full = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i)).to(parameter.dtype)

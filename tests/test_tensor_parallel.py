@@ -734,7 +734,7 @@ def test_sizes_that_differ_between_ranks_are_an_error_on_every_rank(name):
 @pytest.mark.ranks(2)
 def test_experts_of_different_numbers_of_ranks_are_an_error_on_every_rank():
     with pytest.raises(MeshError, match=r"ranks \[1\] differ from rank 0, expected the same expert_parallel_size"):
-        shard_model(small(), build_mesh(), expert_parallel_size=1 + dist.get_rank())
+        shard_model(small(), build_mesh(), StrategyConfig(expert_parallel_size=1 + dist.get_rank()))
 
 
 @pytest.mark.ranks(2)
@@ -813,14 +813,19 @@ REFUSED = {
 def test_what_cannot_be_split_is_refused_by_name(kind):
     changed, options, says = REFUSED[kind]
     with pytest.raises(ShardError, match=says):
-        shard_model(small(**changed), build_mesh(tensor_parallel_size=2), is_training=True, bf16=False, **options)
+        shard_model(
+            small(**changed),
+            build_mesh(tensor_parallel_size=2),
+            StrategyConfig(bf16=False, **options),
+            is_training=True,
+        )
 
 
 @pytest.mark.ranks(2)
 def test_split_layers_are_resharded_to_all_ranks_or_none():
     with patch("fsdp2_strategy.sharding.shard.check_reshard", return_value=2):  # which needs four shards of each layer
         with pytest.raises(ShardError, match="an integer as reshard_after_forward was passed, which does not combine"):
-            shard_model(mlps(), build_mesh(tensor_parallel_size=2), tensor_parallel_plan=Mlps.PLAN)
+            shard_model(mlps(), build_mesh(tensor_parallel_size=2), StrategyConfig(tensor_parallel_plan=Mlps.PLAN))
 
 
 @pytest.mark.ranks(2)
@@ -848,7 +853,7 @@ def test_an_old_transformers_is_refused():
         with pytest.raises(
             ShardError, match=r"has no tensor parallelism that works with .* expected version 5.23 or newer"
         ):
-            explain(small(), world_size=2, tensor_parallel_size=2)
+            explain(small(), StrategyConfig(tensor_parallel_size=2), world_size=2, is_training=True)
 
 
 @pytest.mark.ranks(2)
@@ -859,7 +864,7 @@ def test_a_tiny_model_that_the_ranks_do_not_divide_cannot_check_a_plan():
             ShardError, match=r"cannot be checked, .*gate_proj.weight over 2 ranks: its dimension 0 has"
         ):
             shard_model(model, build_mesh(tensor_parallel_size=2))
-        shard_model(model, build_mesh(tensor_parallel_size=2), tensor_parallel_plan=dict(model.tp_plan))
+        shard_model(model, build_mesh(tensor_parallel_size=2), StrategyConfig(tensor_parallel_plan=dict(model.tp_plan)))
 
 
 def _broken(*_args, **_kwargs):
@@ -886,7 +891,7 @@ def test_only_the_parts_of_a_plan_that_work_are_split(name, split, whole):
 def test_explain_shows_how_layers_are_split_and_what_each_rank_holds():
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, vocab_size=1000))
-    text = explain(model, world_size=8, tensor_parallel_size=4)
+    text = explain(model, StrategyConfig(tensor_parallel_size=4), world_size=8, is_training=True)
     assert "on 8 ranks, each parameter split over 2, after layers were split over 4" in text
     assert "layers     16 parameters split over 4 ranks, by the model's own plan" in text
     assert "  model.layers.*.mlp.down_proj.weight: [4096, 11008] -> [4096, 2752], dimension 1, rowwise" in text
@@ -894,7 +899,7 @@ def test_explain_shows_how_layers_are_split_and_what_each_rank_holds():
     held = (split + sum(p.numel() for p in model.parameters() if p.ndim == 1) // 2) * 4
     assert f"each rank  {held / 1e6:.3g} MB parameters" in text
     with pytest.raises(MeshError, match="tensor_parallel_size is 3, expected a divisor of the world size 8"):
-        explain(model, world_size=8, tensor_parallel_size=3)
+        explain(model, StrategyConfig(tensor_parallel_size=3), world_size=8, is_training=True)
 
 
 @pytest.mark.ranks(2)

@@ -19,6 +19,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from fsdp2_strategy import (
+    StrategyConfig,
     build_mesh,
     build_optimizer,
     init_on_meta,
@@ -66,7 +67,7 @@ IN_CI = ("llama_tied", "phi3", "mixtral", "gpt_oss")
 def sharded(model, topology):
     _, shard_size, tensor, experts = topology
     mesh = build_mesh(shard_size, tensor_parallel_size=tensor)
-    return shard_model(model, mesh, is_training=True, bf16=False, expert_parallel_size=experts)
+    return shard_model(model, mesh, StrategyConfig(bf16=False, expert_parallel_size=experts), is_training=True)
 
 
 def with_state(name, topology, seed):

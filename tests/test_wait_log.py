@@ -174,7 +174,7 @@ def test_a_model_that_is_sharded_without_a_strategy_is_watched_too():
     wait_log.begin_wait_log(None)
     wait_log._started = None
     with patch.object(wait_log, "WAIT_WARNING_SECONDS", SECONDS):
-        model = shard_model(torch.nn.Sequential(torch.nn.Linear(4, 4)), build_mesh(), bf16=False)
+        model = shard_model(torch.nn.Sequential(torch.nn.Linear(4, 4)), build_mesh(), StrategyConfig(bf16=False))
     dist.barrier()
     with logged() as messages:
         if dist.get_rank():

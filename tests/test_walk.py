@@ -39,6 +39,8 @@ from fsdp2_strategy.model.fsdp_state import reshard
 from fsdp2_strategy.optim.ema import EMA
 from fsdp2_strategy.sharding.known_policies import ENTRY_POINTS, _registered, policy_of
 
+BLOCKS, LINEAR = (StrategyConfig(block_class_names=[name]) for name in ("Block", "Linear"))
+
 
 @pytest.mark.parametrize("world", worlds(1, 2, 3))
 @pytest.mark.parametrize("kind", some([Paired, PairedParts], [PairedParts]))
@@ -393,13 +395,27 @@ def test_what_is_gathered_within_a_bypassed_unit_is_freed_with_it():
 
 def test_explain_names_units_whose_forward_is_bypassed():
     model = build()
-    text = explain(model, block_class_names=["Block"], run=lambda m: m(batch_of(0, 0)), file=io.StringIO())
+    text = explain(
+        model,
+        BLOCKS,
+        run=lambda m: m(batch_of(0, 0)),
+        file=io.StringIO(),
+        is_training=True,
+    )
     assert "warning    the forward of 6 units (left.0, right.0, left.1, …) is bypassed" in text
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    text = explain(model, block_class_names=["Block"], run=lambda m: m.one_stack(batch_of(0, 0)), file=io.StringIO())
+    text = explain(
+        model,
+        BLOCKS,
+        run=lambda m: m.one_stack(batch_of(0, 0)),
+        file=io.StringIO(),
+        is_training=True,
+    )
     assert "bypassed" not in text
-    assert "bypassed" not in explain(model, block_class_names=["Block"], file=io.StringIO())
-    text = explain(build(PairedParts), block_class_names=["Parts"], file=io.StringIO())
+    assert "bypassed" not in explain(model, BLOCKS, file=io.StringIO(), is_training=True)
+    text = explain(
+        build(PairedParts), StrategyConfig(block_class_names=["Parts"]), file=io.StringIO(), is_training=True
+    )
     assert "the forward of 6 units (left.0, left.1, left.2, …) is bypassed" in text
 
 
@@ -409,12 +425,12 @@ def test_a_policy_is_registered_in_a_line():
 
     try:
         register_policy("own", ["Block"], entry_points=["one_stack"], bypassed=True)
-        text = explain(OwnPolicy(), file=io.StringIO())
+        text = explain(OwnPolicy(), file=io.StringIO(), is_training=True)
         assert "blocks     from the registered policy own: Block" in text
         assert "the forward of the blocks of own is bypassed" in text
         register_policy("OwnPolicy")  # no blocks: by size
         del OwnPolicy.name
-        assert "modules with at least" in explain(OwnPolicy(), file=io.StringIO())
+        assert "modules with at least" in explain(OwnPolicy(), file=io.StringIO(), is_training=True)
     finally:
         _registered.pop("own", None), _registered.pop("OwnPolicy", None)
     with pytest.raises(
@@ -446,7 +462,13 @@ def test_a_policy_is_known_within_a_wrapper_that_hands_on_its_attributes():
 
 def test_explain_leaves_no_hook_on_a_unit_without_modules_within():
     model = Paired()
-    explain(model, block_class_names=["Linear"], run=lambda m: m(torch.ones(1, WIDTH)), file=io.StringIO())
+    explain(
+        model,
+        LINEAR,
+        run=lambda m: m(torch.ones(1, WIDTH)),
+        file=io.StringIO(),
+        is_training=True,
+    )
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 

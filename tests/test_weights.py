@@ -29,7 +29,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.init import orthogonal_
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
-from fsdp2_strategy import FSDPV2Strategy, build_mesh, init_on_meta, load_weights, save_model, shard_model
+from fsdp2_strategy import (
+    FSDPV2Strategy,
+    StrategyConfig,
+    build_mesh,
+    init_on_meta,
+    load_weights,
+    save_model,
+    shard_model,
+)
 from fsdp2_strategy.distributed import progress
 from fsdp2_strategy.errors import CheckpointError, FSDP2StrategyError
 from fsdp2_strategy.hf import load
@@ -111,7 +119,7 @@ def test_arguments_of_from_pretrained_behave_as_usual(name, dtype, tmp_path):
         model = cls.from_pretrained(tmp_path, **options)
     assert model.config._attn_implementation == "eager"
     assert {n: p.dtype for n, p in model.named_parameters()} == {n: p.dtype for n, p in expected.named_parameters()}
-    shard_model(model, bf16=False)
+    shard_model(model, config=StrategyConfig(bf16=False))
     report = load_weights(model)
     assert_same_values(model, expected)
     wider = {n for n, p in expected.named_parameters() if p.dtype != torch.bfloat16}
@@ -143,7 +151,7 @@ def test_hybrid_sharding_reads_once_per_shard_group_and_replicas_agree(tmp_path)
     expected = transformers.Qwen3MoeForCausalLM.from_pretrained(tmp_path)
     with init_on_meta():
         model = transformers.Qwen3MoeForCausalLM.from_pretrained(tmp_path)
-    shard_model(model, build_mesh(2), bf16=False)
+    shard_model(model, build_mesh(2), StrategyConfig(bf16=False))
     readers = []
     monkeypatch.setattr(load, "Reader", lambda what: readers.append(Reader(what)) or readers[-1])
     load_weights(model)
@@ -165,7 +173,7 @@ def test_bytes_read_are_the_bytes_of_the_shard(tmp_path):
     dist.barrier()
     with init_on_meta():
         model = transformers.MixtralForCausalLM.from_pretrained(tmp_path)
-    shard_model(model, bf16=False)
+    shard_model(model, config=StrategyConfig(bf16=False))
     load_weights(model)  # Python and torch read modules at their first use
     counts = [bytes_read()]
     for _ in range(3):
@@ -181,7 +189,7 @@ def test_bytes_read_are_the_bytes_of_the_shard(tmp_path):
 def load_in_little_memory(folder):
     with init_on_meta():
         model = LlamaForCausalLM.from_pretrained(folder)
-    shard_model(model, bf16=False)
+    shard_model(model, config=StrategyConfig(bf16=False))
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak
     before = resident("VmRSS")
     load_weights(model)
@@ -283,7 +291,7 @@ def test_a_fresh_head_is_initialised_as_its_own_init_functions_do_and_the_rest_l
 def test_ranks_with_other_random_states_draw_the_same_fresh_values_and_keep_their_states(folder):
     with init_on_meta():
         critic = Critic(folder)
-    shard_model(critic, bf16=False)
+    shard_model(critic, config=StrategyConfig(bf16=False))
     torch.manual_seed(dist.get_rank())
     state = torch.get_rng_state()
     load_weights(critic, strict=False)
@@ -296,7 +304,7 @@ def test_a_head_that_replaces_the_loaded_one_is_fresh(folder):
     with init_on_meta():
         model = AutoModelForCausalLM.from_pretrained(folder)
         model.lm_head = nn.Linear(32, 1, bias=False)
-    shard_model(model, bf16=False)
+    shard_model(model, config=StrategyConfig(bf16=False))
     report = load_weights(model, strict=False)
     assert report.missing == ["lm_head.weight"]
     assert 0 < full(model.lm_head.weight).abs().max() <= 32**-0.5
@@ -310,7 +318,7 @@ def test_a_part_taken_out_of_a_model_on_meta_keeps_its_values(folder):
         whole = AutoModelForCausalLM.from_pretrained(folder)
         part = nn.Sequential(whole.model.layers[1].mlp, whole.lm_head)
     del whole
-    shard_model(part, bf16=False)
+    shard_model(part, config=StrategyConfig(bf16=False))
     load_weights(part, strict=False)
     expected = LlamaForCausalLM.from_pretrained(folder)
     assert_same_values(part, nn.Sequential(expected.model.layers[1].mlp, expected.lm_head))
@@ -502,7 +510,7 @@ class Dependent(nn.Module):
 def test_what_depends_on_values_that_are_not_there_yet_is_an_error(folder, how):
     with init_on_meta():
         model = Dependent(folder, how)
-    shard_model(model, bf16=False)
+    shard_model(model, config=StrategyConfig(bf16=False))
     with pytest.raises(CheckpointError, match=r"tensor \(head.* gives them values|was changed after from_pretrained"):
         load_weights(model, strict=False)
 
@@ -580,7 +588,7 @@ def test_constructors_that_draw_differently_on_each_rank_are_an_error(what):
         if what == "seed that nothing draws from":
             torch.manual_seed(dist.get_rank())
             model = nn.Sequential(model, nn.LayerNorm(4))
-    shard_model(model, bf16=False)
+    shard_model(model, config=StrategyConfig(bf16=False))
     if what == "seed that nothing draws from":
         load_weights(model)
         return
@@ -661,7 +669,7 @@ def test_replicas_share_the_reading_where_their_last_shards_are_empty(tmp_path):
     save_model(plain, None, tmp_path)
     with init_on_meta():
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    shard_model(model, build_mesh(2), bf16=False)
+    shard_model(model, build_mesh(2), StrategyConfig(bf16=False))
     load_weights(model, tmp_path)
     assert_same_values(model, plain)
 
@@ -691,7 +699,7 @@ def test_a_copy_of_a_model_on_meta_has_its_values(folder):
 def test_what_nothing_gives_values_to_is_an_error_that_names_it():
     with torch.device("meta"):
         model = Handmade()
-    shard_model(model, bf16=False)
+    shard_model(model, config=StrategyConfig(bf16=False))
     with pytest.raises(CheckpointError, match=r"the files lack 14 tensors \(scale, temperature, noise"):
         load_weights(model)
 
@@ -744,7 +752,7 @@ class FailsOnOneRank(nn.Module):
 def test_an_init_function_that_fails_on_one_rank_is_an_error_on_both():
     with torch.device("meta"):
         model = FailsOnOneRank()
-    shard_model(model, bf16=False)
+    shard_model(model, config=StrategyConfig(bf16=False))
     with pytest.raises(CheckpointError, match=r"rank 1: .*out of memory, say"):
         load_weights(model)
 
@@ -763,7 +771,7 @@ def test_ranks_of_which_one_is_real_are_told(folder):
 @pytest.mark.ranks(1)
 def test_nothing_to_load_from_is_an_error():
     with pytest.raises(CheckpointError, match="no path was given"):
-        load_weights(shard_model(build("llama"), bf16=False))
+        load_weights(shard_model(build("llama"), config=StrategyConfig(bf16=False)))
 
 
 @pytest.mark.ranks(1)
@@ -773,7 +781,7 @@ def test_a_variant_beside_the_default_weights_is_the_one_that_is_loaded(tmp_path
     other.save_pretrained(tmp_path, variant="fp16", max_shard_size="30KB")
     with init_on_meta():
         model = LlamaForCausalLM.from_pretrained(tmp_path, variant="fp16")
-    load_weights(shard_model(model, bf16=False))
+    load_weights(shard_model(model, config=StrategyConfig(bf16=False)))
     assert_same_values(model, other)
 
 
@@ -790,7 +798,7 @@ def test_a_plain_model_loads_from_its_own_names_with_buffers_and_uneven_shards(t
     dist.barrier()
     with init_on_meta():
         model = Mlp()
-    shard_model(model, bf16=False)
+    shard_model(model, config=StrategyConfig(bf16=False))
     report = load_weights(model, tmp_path)
     assert_same_values(model, expected)
     assert report == LoadReport(loaded=list(expected.state_dict()))
@@ -807,7 +815,7 @@ def save_here(model, folder):
 
 
 def load_and_return(model, path, **options):
-    shard_model(model, bf16=False)
+    shard_model(model, config=StrategyConfig(bf16=False))
     load_weights(model, path, **options)
     return model
 
@@ -823,7 +831,7 @@ def test_tied_weights_load_under_either_name_and_stay_tied(tmp_path):
     save_file(state, folder / "model.safetensors")
     with init_on_meta():
         loaded = LlamaForCausalLM.from_pretrained(folder)
-    shard_model(loaded, bf16=False)
+    shard_model(loaded, config=StrategyConfig(bf16=False))
     load_weights(loaded)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert_same_values(loaded, model)
@@ -845,7 +853,7 @@ def test_another_folder_than_the_remembered_one_can_be_named(folder, tmp_path):
     dist.barrier()
     with init_on_meta():
         actor = Actor(folder)
-    shard_model(actor, bf16=False)
+    shard_model(actor, config=StrategyConfig(bf16=False))
     load_weights(actor, tmp_path / "other0")
     assert_same_values(actor.model, LlamaForCausalLM.from_pretrained(tmp_path / "other0"))
 
@@ -853,7 +861,7 @@ def test_another_folder_than_the_remembered_one_can_be_named(folder, tmp_path):
 @pytest.mark.ranks(2)
 def test_values_are_replaced_in_place_where_a_model_is_real(folder):
     model = build("llama", seed=9)
-    shard_model(model, bf16=False)
+    shard_model(model, config=StrategyConfig(bf16=False))
     parameters = list(model.parameters())
     load_weights(model, folder)
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
@@ -904,7 +912,7 @@ def test_a_model_from_meta_trains_as_the_loaded_one(folder):
 def test_a_model_goes_with_its_last_reference(folder, tmp_path):
     with init_on_meta():
         critic = Critic(folder)
-    shard_model(critic, bf16=False)
+    shard_model(critic, config=StrategyConfig(bf16=False))
     load_weights(critic, strict=False)
     save_model(critic, None, tmp_path / "export")
     alive = [weakref.ref(part) for part in (*critic.modules(), *critic.parameters())]
@@ -940,7 +948,7 @@ def test_a_progress_bar_counts_the_bytes(folder, monkeypatch):
             bars.append(self)
 
     monkeypatch.setattr(progress, "tqdm", Bar)
-    model = shard_model(build("llama"), bf16=False)
+    model = shard_model(build("llama"), config=StrategyConfig(bf16=False))
     load_weights(model, folder)
     needed = sum(p.to_local().nbytes for p in model.parameters())
     assert [(bar.desc, bar.n, bar.total) for bar in bars if bar.total] == [("loading LlamaForCausalLM", needed, needed)]
@@ -962,7 +970,7 @@ def test_names_must_agree_unless_told_otherwise(folder):
     if dist.get_rank() == 0:
         rewrite(folder, lambda s: s.update(extra=s.pop("model.norm.weight")))
     dist.barrier()
-    shard_model(model, bf16=False)
+    shard_model(model, config=StrategyConfig(bf16=False))
     with pytest.raises(CheckpointError, match=r"lack 1 tensor \(model\.norm\.weight\).* load with strict=False"):
         load_weights(model)
     assert next(model.parameters()).is_meta, "nothing was touched"
@@ -1042,7 +1050,7 @@ def test_a_fault_that_the_headers_show_is_an_error_on_every_rank_before_anything
     if dist.get_rank() == 0:
         globals()[fault](tmp_path)
     dist.barrier()
-    shard_model(model, bf16=False)
+    shard_model(model, config=StrategyConfig(bf16=False))
     with pytest.raises(CheckpointError, match=FAULTS[fault]) as caught:
         load_weights(model)
     assert same_on_all_ranks(str(caught.value))
@@ -1057,7 +1065,7 @@ def test_a_fault_that_one_rank_sees_is_an_error_on_both(folder, tmp_path):
         model = LlamaForCausalLM.from_pretrained(mine)
     if dist.get_rank() == 1:
         os.truncate(mine / "model.safetensors", 500)
-    shard_model(model, bf16=False)
+    shard_model(model, config=StrategyConfig(bf16=False))
     with pytest.raises(CheckpointError, match="failed on rank 1: cannot read"):
         load_weights(model)
 
@@ -1067,7 +1075,7 @@ def test_ranks_that_are_given_different_files_are_told(folder, tmp_path):
     other = tmp_path / f"other{dist.get_rank()}"
     save_here(build("llama", seed=2).to([torch.float32, torch.bfloat16][dist.get_rank()]), other)
     model = build("llama")
-    shard_model(model, bf16=False)
+    shard_model(model, config=StrategyConfig(bf16=False))
     with pytest.raises(CheckpointError, match=r"ranks \[1\] differ from rank 0"):
         load_weights(model, other)
 
@@ -1077,7 +1085,7 @@ def test_what_has_no_safetensors_or_is_no_folder_is_an_error(folder, tmp_path):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with init_on_meta(), pytest.raises(CheckpointError, match="expected safetensors files"):
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model = shard_model(build("llama"), bf16=False)
+    model = shard_model(build("llama"), config=StrategyConfig(bf16=False))
     for path in (tmp_path / "nowhere", folder):
         with pytest.raises(CheckpointError, match=r"expected model\.safetensors or"):
             load_weights(model, path)
@@ -1090,7 +1098,7 @@ def test_resized_models_are_errors(folder):
     with init_on_meta():
         resized = AutoModelForCausalLM.from_pretrained(folder)
         resized.resize_token_embeddings(100, mean_resizing=False)
-    shard_model(resized, bf16=False)
+    shard_model(resized, config=StrategyConfig(bf16=False))
     with pytest.raises(CheckpointError, match=r"resized after from_pretrained.*resize_token_embeddings"):
         load_weights(resized)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import inspect
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -73,7 +72,4 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], path: Path) -> T:
 
 def print_plan(model: nn.Module, config: StrategyConfig, world_size: int) -> str:
     """Print how a configuration shards a model over this many ranks, and what each holds; needs none of them."""
-    accepted = inspect.signature(explain).parameters
-    shared = [field.name for field in dataclasses.fields(config) if field.name in accepted]
-    settings = {name: getattr(config, name) for name in shared}
-    return explain(model, world_size=world_size, masters_in_optimizer=config.use_mp_opt, **settings)
+    return explain(model, config, is_training=True, world_size=world_size)

@@ -82,7 +82,7 @@ def save_checkpoint(
     ema: Mapping[str, Any] | None = None,
     loss_scale: dict[str, Any] | None = None,
     dataloader: Loader | None = None,
-    seed: int = 0,
+    seed: int = 42,
     max_num: int | None = 3,
     max_mem: float | None = 1000,
     save_latest: bool = True,

@@ -104,7 +104,7 @@ def backward(
     accumulation_steps: int = 1,
     accumulation: AccumulationRule = "auto",
     loss_reduction: LossReduction = "mean",
-    grad_sync: GradSync = "every",
+    grad_sync: GradSync = "defer_all_reduce",
     num_items_in_batch: float | torch.Tensor | None = None,
     num_items: int | torch.Tensor | None = None,
     num_tokens: int | torch.Tensor | None = None,

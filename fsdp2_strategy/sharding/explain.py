@@ -9,16 +9,16 @@ import itertools
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TextIO
 
 import torch
 from torch import nn
 
-from fsdp2_strategy.config.strategy_config import MixedData, ShardSize
+from fsdp2_strategy.config.strategy_config import StrategyConfig
 from fsdp2_strategy.distributed import process_group
-from fsdp2_strategy.distributed.mesh import auto_shard_size, check_expert_size, check_shard_size
+from fsdp2_strategy.distributed.mesh import check_expert_size, check_shard_size
 from fsdp2_strategy.distributed.torch_internals import BATCH_NORMS
 from fsdp2_strategy.errors import ShardError, counted, size_text, some
 from fsdp2_strategy.model.buffers import unchanged_buffers
@@ -29,8 +29,7 @@ from fsdp2_strategy.sharding.blocks import parameter_count
 from fsdp2_strategy.sharding.bypassed_units import find_bypassed_units
 from fsdp2_strategy.sharding.features import feature
 from fsdp2_strategy.sharding.plan import ShardPlan, Unit, modules_to_recompute, plan_units
-from fsdp2_strategy.sharding.precision import Precision
-from fsdp2_strategy.sharding.units import check_reshard, reshard_of
+from fsdp2_strategy.sharding.units import check_reshard, reshard_of, shard_size_for
 
 if TYPE_CHECKING:
     from fsdp2_strategy.parallel.tensor.plan import TensorPlan
@@ -38,46 +37,25 @@ if TYPE_CHECKING:
 
 def explain(
     model: nn.Module,
+    config: StrategyConfig | None = None,
     *,
-    is_training: bool = True,
-    shard_size: ShardSize = -1,
+    is_training: bool = False,
     world_size: int | None = None,
-    bf16: bool = True,
-    fp16: bool = False,
-    keep_fp32: Sequence[str] = (),
-    masters_in_optimizer: bool = False,
-    reduce_in_full_precision: bool = True,
-    block_class_names: Sequence[str] = (),
-    min_unit_params: int | None = None,
-    ignored_modules: Sequence[str] = (),
-    conditional_modules: Sequence[str] = (),
-    mixed_mm_data: MixedData | None = None,
-    reshard_after_forward: bool | int = True,
-    cpu_offload: bool = False,
-    activation_checkpointing: Sequence[str] | bool = (),
-    tensor_parallel_size: int = 1,
-    tensor_parallel_plan: Mapping[str, str] | None = None,
-    expert_parallel_size: int = 1,
     run: Callable[[nn.Module], object] | None = None,
     file: TextIO | None = None,
 ) -> str:
     """Print how a model would be sharded and how many bytes each rank would hold; not collective.
 
     The model may be on the meta device. Byte counts are those of the rank that holds the most. The optimizer is counted
-    as Adam: two moments in the dtype in which a parameter is stored; or, with ``masters_in_optimizer``, fp32 master
+    as Adam: two moments in the dtype in which a parameter is stored; or, with ``use_mp_opt``, fp32 master
     weights of half-precision parameters and two fp32 moments. `TrainingStrategy.explain` passes a strategy's settings.
 
     Args:
         model: any module; it is only read.
+        config: the settings; by default those of `StrategyConfig()`. A plan of tensor parallelism is not checked on a
+            tiny model, which `shard_model` does.
         is_training: count fp32 master weights, gradients and optimizer state; if False, only compute-dtype weights.
-        shard_size: number of ranks that `fully_shard` splits a parameter over, -1 for all that do not share layers, or
-            "auto".
         world_size: number of ranks to plan for; by default those of the process group, or 1.
-        bf16, fp16, keep_fp32, masters_in_optimizer, reduce_in_full_precision, block_class_names, min_unit_params,
-            ignored_modules, conditional_modules, mixed_mm_data, reshard_after_forward, cpu_offload,
-            activation_checkpointing, tensor_parallel_plan, expert_parallel_size: as for `shard_model`.
-        tensor_parallel_size: number of ranks that share each layer. The plan is not checked on a tiny model, which
-            `shard_model` does.
         run: function that calls the model as training does, with a batch on the model's device (``lambda model:
             model(batch)``). The text then names the units whose forward is bypassed, and the buffers that change. The
             function runs without gradients; torch's RNG state and all buffers are restored afterwards.
@@ -95,42 +73,24 @@ def explain(
             f"cannot explain {class_name(model)}: it is already sharded, expected a model before prepare_model. The "
             "log of prepare_model says how it was sharded."
         )
-    precision = Precision(
-        bf16=bf16,
-        fp16=fp16,
-        is_training=is_training,
-        keep_fp32=tuple(keep_fp32),
-        masters_in_optimizer=masters_in_optimizer,
-        reduce_in_full_precision=reduce_in_full_precision,
-    )
+    config = config or StrategyConfig()
     world_size = world_size or process_group.world_size()
-    if shard_size == "auto":
-        count, size = parameter_count(model), world_size // tensor_parallel_size
-        shard_size = auto_shard_size(count, is_training=is_training, world_size=size)
-    shard_size = check_shard_size(shard_size, world_size, tensor_parallel_size)
+    of_layers, of_experts = config.tensor_parallel_size, config.expert_parallel_size
+    shard_size = shard_size_for(model, config, is_training=is_training, world_size=world_size)
+    shard_size = check_shard_size(shard_size, world_size, of_layers)
     experts = {}
-    if expert_parallel_size != 1:
-        check_expert_size(expert_parallel_size, shard_size * tensor_parallel_size, tensor_parallel_size)
-        experts = feature("experts").plan_experts(unwrap_model(model), expert_parallel_size)
-    plan = plan_units(
-        model,
-        precision,
-        block_class_names,
-        min_unit_params=min_unit_params,
-        ignored_modules=ignored_modules,
-        conditional_modules=conditional_modules,
-        mixed_mm_data=mixed_mm_data,
-        experts=experts.values(),
-    )
-    recomputed = modules_to_recompute(plan, activation_checkpointing)
+    if of_experts != 1:
+        check_expert_size(of_experts, shard_size * of_layers, of_layers)
+        experts = feature("experts").plan_experts(unwrap_model(model), of_experts)
+    plan = plan_units(model, config, is_training=is_training, experts=experts.values())
+    recomputed = modules_to_recompute(plan, config.activation_checkpointing)
     layers = None
-    if tensor_parallel_size > 1:
-        layers = feature("tensor.plan").plan_tensor_parallel(
-            plan.model, tensor_parallel_size, tensor_parallel_plan, without=experts
-        )
-    shapes = _shapes(plan.model, layers, experts, expert_parallel_size)
-    ranks = _Ranks(world_size, shard_size, layers, shapes, expert_parallel_size)
-    reshard = check_reshard(reshard_after_forward, shard_size)
+    if of_layers > 1:
+        planner = feature("tensor.plan").plan_tensor_parallel
+        layers = planner(plan.model, of_layers, config.tensor_parallel_plan, without=experts)
+    shapes = _shapes(plan.model, layers, experts, of_experts)
+    ranks = _Ranks(world_size, shard_size, layers, shapes, of_experts)
+    reshard = check_reshard(config.reshard_after_forward, shard_size)
     changing = _batch_norm_buffers(plan.model)
     if run is not None:
         with unchanged_buffers(plan.model) as changed:
@@ -138,7 +98,7 @@ def explain(
         plan.bypassed = some(found, "unit") if found else ""
         persistent = persistent_buffers(plan.model)
         changing += [name for name in map(clean, changed) if name in persistent and name not in changing]
-    where = ", in host memory" if cpu_offload else ""
+    where = ", in host memory" if config.cpu_offload else ""
     text = _report(plan, ranks, reshard=reshard, where=where)
     if recomputed:
         text += f"\nrecomputed {some(list(recomputed), 'module')}: only their inputs are kept from forward to backward"
@@ -220,7 +180,7 @@ def _report(plan: ShardPlan, ranks: _Ranks, *, reshard: bool | int, where: str) 
     reduction = "fp32" if plan.precision.reduce_in_full_precision else half
     precision = f"{half} compute, {reduction} reduction" if half else "compute in the dtype of the parameters"
     if plan.precision.is_training:
-        keeper = " in the optimizer" if plan.precision.masters_in_optimizer else ""
+        keeper = " in the optimizer" if plan.precision.use_mp_opt else ""
         what = f"training: fp32 master weights of trainable parameters{keeper}, {precision}"
     else:
         what = f"inference: {half or 'unchanged'} weights, no master weights"
@@ -303,7 +263,7 @@ def _held_bytes(plan: ShardPlan, unit: Unit, ranks: _Ranks) -> dict[str, int]:
         size = count * plan.stored_dtype(unit, parameter).itemsize
         held["parameters"] += size
         if plan.precision.is_training and parameter.requires_grad:
-            has_master = plan.precision.masters_in_optimizer and parameter.is_floating_point() and size < 4 * count
+            has_master = plan.precision.use_mp_opt and parameter.is_floating_point() and size < 4 * count
             held["gradients"] += 4 * count if has_master else size
             held["optimizer"] += 3 * 4 * count if has_master else 2 * size
     return held

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from fsdp2_strategy.config.strategy_config import MixedData
+from fsdp2_strategy.config.strategy_config import MixedData, StrategyConfig
 from fsdp2_strategy.errors import ShardError, did_you_mean, some
 from fsdp2_strategy.model.buffers import keeps_statistics
 from fsdp2_strategy.model.names import clean, matches
@@ -234,29 +234,22 @@ class ShardPlan:
 
 
 def plan_units(
-    model: nn.Module,
-    precision: Precision,
-    block_class_names: Sequence[str] = (),
-    *,
-    min_unit_params: int | None = None,
-    ignored_modules: Sequence[str] = (),
-    conditional_modules: Sequence[str] = (),
-    mixed_mm_data: MixedData | None = None,
-    experts: Collection[nn.Module] = (),
+    model: nn.Module, config: StrategyConfig, *, is_training: bool, experts: Collection[nn.Module] = ()
 ) -> ShardPlan:
     """Decide which modules of ``model`` become units, without modifying it; not collective.
 
-    The modules ``experts`` become units of the kind "experts". The other arguments are those of `shard_model`.
+    The modules ``experts`` become units of the kind "experts".
 
     Raises:
         ShardError: a class name or a pattern matches nothing, there is no parameter to shard, a parameter is shared by
             an ignored module and one that is not, or by modules of different dtypes, or ``mixed_mm_data`` does not
             work with this model.
     """
-    model = unwrap_model(model)
-    ignored = matching_modules(model, ignored_modules, "ignore modules")
-    conditional = matching_modules(model, conditional_modules, "keep modules out of units of their own")
-    blocks = choose_blocks(model, block_class_names, min_unit_params, ignored)
+    model, mixed_mm_data = unwrap_model(model), config.mixed_mm_data
+    precision = Precision.of(config, is_training=is_training)
+    ignored = matching_modules(model, config.ignored_modules, "ignore modules")
+    conditional = matching_modules(model, config.conditional_modules, "keep modules out of units of their own")
+    blocks = choose_blocks(model, config.block_class_names, config.min_unit_params, ignored)
     tree = ModuleTree(model, ignored)
     if not tree.parameters:
         where, fix = "", "Pass a model with parameters."

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
+from fsdp2_strategy.config.strategy_config import StrategyConfig
 from fsdp2_strategy.model.names import matches
 
 
@@ -23,10 +25,22 @@ class Precision:
     """Name patterns of parameters that are gathered in fp32."""
     fp16: bool = False
     """Compute in float16; overrides ``bf16``."""
-    masters_in_optimizer: bool = False
+    use_mp_opt: bool = False
     """Whether the optimizer keeps the fp32 master weights; if so, shards have the compute dtype."""
     reduce_in_full_precision: bool = True
     """Reduce gradients in fp32 or wider. If False, use the compute dtype: half the traffic, but rounded gradients."""
+
+    @classmethod
+    def of(cls, config: StrategyConfig, *, is_training: bool) -> Self:
+        """Return the precision that a configuration asks for."""
+        return cls(
+            bf16=config.bf16,
+            fp16=config.fp16,
+            is_training=is_training,
+            keep_fp32=config.keep_fp32,
+            use_mp_opt=config.use_mp_opt,
+            reduce_in_full_precision=config.reduce_in_full_precision,
+        )
 
     @property
     def half(self) -> torch.dtype | None:
@@ -65,7 +79,7 @@ class Precision:
         if not parameter.is_floating_point():
             return parameter.dtype
         if self.is_training and parameter.requires_grad:
-            return compute_dtype if self.masters_in_optimizer else _at_least_fp32(compute_dtype)
+            return compute_dtype if self.use_mp_opt else _at_least_fp32(compute_dtype)
         if self.is_training and self.half is None and compute_dtype == torch.float32:
             return parameter.dtype if parameter.element_size() <= compute_dtype.itemsize else compute_dtype
         return compute_dtype

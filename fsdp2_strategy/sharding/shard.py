@@ -8,16 +8,17 @@ fully_shard, inner units first -> prefetch order -> entry points.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from fsdp2_strategy.config.strategy_config import MixedData
+from fsdp2_strategy.config.strategy_config import StrategyConfig
 from fsdp2_strategy.distributed.agreement import all_or_none, check_equal
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import after_forward, collective
@@ -58,12 +59,11 @@ from fsdp2_strategy.sharding.input_casts import (
 )
 from fsdp2_strategy.sharding.missing_gradients import fill_missing_gradients
 from fsdp2_strategy.sharding.plan import ShardPlan, modules_to_recompute, plan_units
-from fsdp2_strategy.sharding.precision import Precision
 from fsdp2_strategy.sharding.prefetch import PrefetchOrder
 from fsdp2_strategy.sharding.rank_divergence import watch_units
 from fsdp2_strategy.sharding.same_weights import check_same_everywhere
 from fsdp2_strategy.sharding.skipped_units import SkippedUnits
-from fsdp2_strategy.sharding.units import check_reshard, shard_units
+from fsdp2_strategy.sharding.units import check_reshard, shard_size_for, shard_units
 
 if TYPE_CHECKING:
     from fsdp2_strategy.parallel.tensor.plan import TensorPlan
@@ -80,27 +80,9 @@ _DTYPES = Slot[dict[str, torch.dtype]]("dtypes of shards for training")
 def shard_model(
     model: nn.Module,
     mesh: DeviceMesh | None = None,
+    config: StrategyConfig | None = None,
     *,
     is_training: bool = False,
-    bf16: bool = True,
-    fp16: bool = False,
-    keep_fp32: Sequence[str] = (),
-    masters_in_optimizer: bool = False,
-    reduce_in_full_precision: bool = True,
-    block_class_names: Sequence[str] = (),
-    min_unit_params: int | None = None,
-    ignored_modules: Sequence[str] = (),
-    conditional_modules: Sequence[str] = (),
-    reshard_after_forward: bool | int = True,
-    cpu_offload: bool = False,
-    prefetch_depth: int | None = None,
-    activation_checkpointing: Sequence[str] | bool = (),
-    compile_blocks: bool | str = False,
-    forward_methods: Sequence[str] = ("generate",),
-    mixed_mm_data: MixedData | None = None,
-    tensor_parallel_plan: Mapping[str, str] | None = None,
-    expert_parallel_size: int = 1,
-    cast_inputs: Sequence[str] | bool = (),
 ) -> nn.Module:
     """Shard ``model`` in place, unit by unit; collective. A model that is already sharded is returned unchanged.
 
@@ -118,42 +100,11 @@ def shard_model(
 
     Args:
         model: any module, or an actor wrapper (``is_actor`` is true, and ``.model`` is the model).
-        mesh: a mesh from `build_mesh`; by default, each parameter is split over all ranks. If it has the axis "tp",
-            layers are split over this axis, and then `fully_shard` splits each rank's parameters over the others.
+        mesh: a mesh from `build_mesh`; by default, that of the sizes in ``config``. If it has the axis "tp", layers are
+            split over this axis, and then `fully_shard` splits each rank's parameters over the others.
+        config: the settings; by default those of `StrategyConfig()`. Its ``shard_size`` and ``tensor_parallel_size``
+            have no effect if there is a mesh.
         is_training: shard for training: trainable parameters are stored as fp32 master weights.
-        bf16: compute in bfloat16; if False, in the dtype of the parameters (in training, in fp32 or wider).
-        fp16: compute in float16 instead; this needs loss scaling.
-        keep_fp32: name patterns of parameters that are stored and used in fp32.
-        masters_in_optimizer: shards have the compute dtype and gradients are fp32; the optimizer keeps the fp32 master
-            weights (`FSDPadaptOptimizer`).
-        reduce_in_full_precision: sum gradients over the ranks in fp32; if False, in the compute dtype.
-        block_class_names: class names of the blocks; if empty, `find_blocks` chooses them.
-        min_unit_params: make units of modules with at least this many parameters; see `find_blocks`.
-        ignored_modules: regular expressions for full dotted names of modules that are not sharded: every rank holds
-            their parameters as plain, full tensors. One all-reduce averages their gradients at the end of each backward
-            pass.
-        conditional_modules: regular expressions for full dotted names of modules that only some ranks run: they and the
-            modules within them are no units of their own; see [Note: skipped units] in `skipped_units`.
-        reshard_after_forward: free the gathered parameters of a unit after its forward, and gather them again in
-            backward. With an int, keep them sharded over groups of that many ranks in between.
-        cpu_offload: keep shards, gradients and optimizer state in host memory.
-        prefetch_depth: number of units that are gathered ahead of the running one; None for the default of FSDP2.
-        activation_checkpointing: class names of modules whose activations are recomputed in backward, with the RNG
-            state of the forward; True for all blocks. Has no effect unless ``is_training`` is set.
-        compile_blocks: compile the forward of each block, unless the policy bypasses its blocks; a string is the name
-            of a torch.compile backend.
-        forward_methods: methods other than forward that need gathered parameters; those that the model lacks are
-            skipped.
-        mixed_mm_data: how ranks without images take part in the collectives of the others; see [Note: unequal ranks]
-            in `vision_encoders`.
-        tensor_parallel_plan: how layers are split along the axis "tp" of the mesh: styles of transformers by names of
-            modules and parameters, with ``*`` for numbers; by default the plan of the model. See [Note: tensor plans]
-            in `tensor_plan`.
-        expert_parallel_size: number of successive ranks among which the experts of a mixture-of-experts model are
-            divided, by the model's own plan; see `expert_mesh` for the numbers that fit.
-        cast_inputs: names of floating inputs of the model's forward that are cast to the half-precision compute dtype
-            when the model is called; True for all of them. Others are cast where they meet a weight; see [Note: inputs
-            of the model] in `input_casts`.
 
     Returns:
         ``model`` itself.
@@ -166,107 +117,132 @@ def shard_model(
             (see `plan_experts`), the ranks hold different models, the model was sharded for inference before and
             ``is_training`` is set, or it was sharded with other sizes or another plan of tensor or expert parallelism.
     """
-    _check_kinds(
-        mesh,
-        keep_fp32=keep_fp32,
-        block_class_names=block_class_names,
-        ignored_modules=ignored_modules,
-        forward_methods=forward_methods,
-        activation_checkpointing=() if isinstance(activation_checkpointing, bool) else activation_checkpointing,
-    )
+    config = config or StrategyConfig()
+    _check_kinds(mesh, config)
     root = unwrap_model(model)
     if is_sharded(root):
-        _check_sharded(root, mesh, tensor_parallel_plan, expert_parallel_size, is_training=is_training)
+        _check_sharded(root, mesh, config, is_training=is_training)
         watch_wrapper(model)
         return model
-    mesh = mesh or build_mesh()
+    mesh = mesh or mesh_for(model, config, is_training=is_training)
     ensure_wait_log()
-    data_mesh, layer_mesh = data_parallel_mesh(mesh), tensor_parallel_mesh(mesh)
-    name = type(root).__name__
     with on_ranks_of(mesh):
-        check_equal(f"shard {name}", expert_parallel_size, MeshError, "the same expert_parallel_size on all ranks.")
-        expert_view = expert_mesh(mesh, expert_parallel_size) if expert_parallel_size != 1 else None
-        with all_or_none(f"shard {name}", ShardError):
-            if is_training:
-                check_trainable_adapters(root)
-            reshard = check_reshard(reshard_after_forward, data_mesh.size(data_mesh.ndim - 1))
-            precision = Precision(
-                bf16=bf16,
-                fp16=fp16,
-                is_training=is_training,
-                keep_fp32=tuple(keep_fp32),
-                masters_in_optimizer=masters_in_optimizer,
-                reduce_in_full_precision=reduce_in_full_precision,
-            )
-            experts = feature("experts").plan_experts(root, expert_parallel_size) if expert_view is not None else {}
-            plan = plan_units(
-                root,
-                precision,
-                block_class_names,
-                min_unit_params=min_unit_params,
-                ignored_modules=ignored_modules,
-                conditional_modules=conditional_modules,
-                mixed_mm_data=mixed_mm_data,
-                experts=experts.values(),
-            )
-            recomputed = modules_to_recompute(plan, activation_checkpointing)
-            check_selected(root, cast_inputs)
-            _check_experts(plan, experts, is_compiled=bool(compile_blocks))
-            others = {
-                "compile_blocks": compile_blocks,
-                "an integer as reshard_after_forward": not isinstance(reshard, bool),
-            }
-            layers = _plan_layers(plan, layer_mesh, tensor_parallel_plan, experts, others)
-        layers = _check_layers(plan, layers, layer_mesh)
-        name = type(root).__name__
-        options = (
-            _shape(mesh),
-            expert_parallel_size,
-            reshard,
-            cpu_offload,
-            tuple(recomputed),
-            cast_inputs if isinstance(cast_inputs, bool) else tuple(cast_inputs),
-        )
-        check_same_everywhere(name, (plan.signature(), options, layers), plan.parameters())
-        for warning in plan.warnings():
-            log("%s: warning: %s", name, warning)
-        _cast(plan)
-        _split_layers(plan, layers, layer_mesh)
-        _divide_experts(plan, experts, expert_view, layer_mesh)
-        recompute_activations(root, recomputed)
-        compiled = _compile_blocks(plan, compile_blocks)
-        _add_cast_hooks(plan)
-        hooks = BypassHooks(
-            root,
-            plan.names,
-            casts={unit.module: unit.compute_dtype for unit in plan.units if unit.cast_inputs != "none"},
-            never_bypassed=compiled,
-            ignored=[unit.module for unit in plan.ignored],
-            is_bypassed=bool(plan.policy and plan.policy.bypassed),
-        )
-        _cast_inputs(plan, hooks, cast_inputs)
-        watched = _read_directly(plan, compiled)
-        shard_units(plan, data_mesh, reshard, cpu_offload=cpu_offload, expert_view=expert_view)
-        _fix_gradient_dtypes(plan)
-        _add_collective_hooks(plan)
-        skipped = _add_hooks_for_skipped(plan, hooks)
-        hooks.add_entry_points((*forward_methods, *plan.entry_points), _prefetch_order(plan, prefetch_depth))
-        _watch(model, hooks, watched, skipped)
+        decision = _decide(root, mesh, config, is_training=is_training)
+        _carry_out(model, decision, mesh, config)
         model_state(root).set(_IS_FOR_TRAINING, is_training)
-        model_state(root).set(_EXPERT_SIZE, expert_parallel_size)
-        model_state(root).set(_GIVEN_PLAN, dict(tensor_parallel_plan) if layers and tensor_parallel_plan else None)
-        _finish(root, layers, is_training=is_training)
-        log("sharded %s over %s: %s, %s", name, _shape(mesh), counted(len(plan.units), "unit"), plan.source)
+        model_state(root).set(_EXPERT_SIZE, config.expert_parallel_size)
+        given = config.tensor_parallel_plan if decision.layers else None
+        model_state(root).set(_GIVEN_PLAN, None if given is None else dict(given))
+        _finish(root, decision.layers, is_training=is_training)
+        units = counted(len(decision.plan.units), "unit")
+        log("sharded %s over %s: %s, %s", type(root).__name__, _shape(mesh), units, decision.plan.source)
     return model
 
 
-def _check_kinds(mesh: object, **lists: object) -> None:
-    """Raise ShardError if the mesh or a list of names is of another kind; text would be taken for its characters."""
+@dataclass(frozen=True, kw_only=True)
+class _Decision:
+    """How a model is sharded: decided without modifying it, and the same on all ranks."""
+
+    plan: ShardPlan
+    reshard: bool | int
+    recomputed: dict[str, nn.Module]
+    experts: Mapping[str, nn.Module]
+    expert_view: DeviceMesh | None
+    layers: TensorPlan | None
+
+
+def _decide(root: nn.Module, mesh: DeviceMesh, config: StrategyConfig, *, is_training: bool) -> _Decision:
+    """Decide how a model is sharded, and compare the decision between the ranks; collective."""
+    data_mesh, layer_mesh = data_parallel_mesh(mesh), tensor_parallel_mesh(mesh)
+    name, of_experts = type(root).__name__, config.expert_parallel_size
+    check_equal(f"shard {name}", of_experts, MeshError, "the same expert_parallel_size on all ranks.")
+    expert_view = expert_mesh(mesh, of_experts) if of_experts != 1 else None
+    with all_or_none(f"shard {name}", ShardError):
+        if is_training:
+            check_trainable_adapters(root)
+        reshard = check_reshard(config.reshard_after_forward, data_mesh.size(data_mesh.ndim - 1))
+        experts = feature("experts").plan_experts(root, of_experts) if expert_view is not None else {}
+        plan = plan_units(root, config, is_training=is_training, experts=experts.values())
+        recomputed = modules_to_recompute(plan, config.activation_checkpointing)
+        check_selected(root, config.cast_inputs)
+        _check_experts(plan, experts, is_compiled=bool(config.compile_blocks))
+        others = {
+            "compile_blocks": config.compile_blocks,
+            "an integer as reshard_after_forward": not isinstance(reshard, bool),
+        }
+        layers = _plan_layers(plan, layer_mesh, config.tensor_parallel_plan, experts, others)
+    layers = _check_layers(plan, layers, layer_mesh)
+    options = _shape(mesh), of_experts, reshard, config.cpu_offload, tuple(recomputed), config.cast_inputs
+    check_same_everywhere(name, (plan.signature(), options, layers), plan.parameters())
+    for warning in plan.warnings():
+        log("%s: warning: %s", name, warning)
+    return _Decision(
+        plan=plan, reshard=reshard, recomputed=recomputed, experts=experts, expert_view=expert_view, layers=layers
+    )
+
+
+def _carry_out(model: nn.Module, decision: _Decision, mesh: DeviceMesh, config: StrategyConfig) -> None:
+    """Shard a model as decided. The order of the steps matters: each comment says why a step stands where it does."""
+    plan, layer_mesh = decision.plan, tensor_parallel_mesh(mesh)
+    root = plan.model
+    # Before any split: tied parameters are cast in place, so that they stay tied.
+    _cast(plan)
+    # Layers and experts are split first: `fully_shard` then splits each rank's parts.
+    _split_layers(plan, decision.layers, layer_mesh)
+    _divide_experts(plan, decision.experts, decision.expert_view, layer_mesh)
+    # Recomputation wraps the forward that a compiled block compiles.
+    recompute_activations(root, decision.recomputed)
+    compiled = _compile_blocks(plan, config.compile_blocks)
+    # Hooks on inputs and outputs are registered before those of FSDP2, so that they run before its casts.
+    _add_cast_hooks(plan)
+    hooks = BypassHooks(
+        root,
+        plan.names,
+        casts={unit.module: unit.compute_dtype for unit in plan.units if unit.cast_inputs != "none"},
+        never_bypassed=compiled,
+        ignored=[unit.module for unit in plan.ignored],
+        is_bypassed=bool(plan.policy and plan.policy.bypassed),
+    )
+    _cast_inputs(plan, hooks, config.cast_inputs)
+    # The modules that hold parameters are found while these are still those of the plan.
+    watched = _read_directly(plan, compiled)
+    shard_units(
+        plan,
+        data_parallel_mesh(mesh),
+        decision.reshard,
+        cpu_offload=config.cpu_offload,
+        expert_view=decision.expert_view,
+    )
+    # All that follows hangs on FSDP2's parameter groups, which exist now. Gradients get their dtypes before other hooks
+    # see them.
+    _fix_gradient_dtypes(plan)
+    _add_collective_hooks(plan)
+    skipped = _add_hooks_for_skipped(plan, hooks)
+    # Entry points last: they call what the hooks above have wrapped.
+    methods = (*config.forward_methods, *plan.entry_points)
+    hooks.add_entry_points(methods, _prefetch_order(plan, config.prefetch_depth))
+    _watch(model, hooks, watched, skipped)
+
+
+def mesh_for(model: nn.Module, config: StrategyConfig, *, is_training: bool) -> DeviceMesh:
+    """Return the mesh of the sizes in a configuration; collective.
+
+    Raises:
+        MeshError: there is no process group, or a size does not divide the number of ranks.
+    """
+    return build_mesh(
+        shard_size_for(model, config, is_training=is_training), tensor_parallel_size=config.tensor_parallel_size
+    )
+
+
+def _check_kinds(mesh: object, config: object) -> None:
+    """Raise ShardError if the mesh or the configuration is of another kind."""
     if not isinstance(mesh, DeviceMesh | None):
         raise ShardError(f"cannot shard a model: the mesh is {mesh!r}, expected a mesh. Pass build_mesh(shard_size).")
-    for name, value in lists.items():
-        if isinstance(value, str) or not isinstance(value, Iterable):
-            raise ShardError(f"cannot shard a model: {name} is {value!r}, expected a list of names. Pass a list.")
+    if not isinstance(config, StrategyConfig):
+        raise ShardError(
+            f"cannot shard a model: the configuration is {config!r}, expected a StrategyConfig. Construct one."
+        )
 
 
 def _watch(
@@ -325,8 +301,7 @@ def _finish(root: nn.Module, layers: TensorPlan | None, *, is_training: bool) ->
 def _check_sharded(
     root: nn.Module,
     mesh: DeviceMesh | None,
-    given: Mapping[str, str] | None,
-    expert_size: int,
+    config: StrategyConfig,
     *,
     is_training: bool,
 ) -> None:
@@ -337,15 +312,14 @@ def _check_sharded(
             f"cannot shard {class_name(root)} for training: it is already sharded for inference, without fp32 "
             "master weights, expected a model that is not sharded. Pass is_training=True in the first call."
         )
-    compared: dict[str, tuple[object, object]] = {}
+    compared: dict[str, tuple[Any, Any]] = {}
     if mesh is not None:
         layer_mesh = tensor_parallel_mesh(mesh)
         compared["tensor_parallel_size"] = ranks_per_layer(root), 1 if layer_mesh is None else layer_mesh.size()
         of_experts = state.get(_EXPERT_SIZE)
-        compared["expert_parallel_size"] = of_experts or 1, expert_size
-    if given is not None:
-        plan = state.get(_GIVEN_PLAN)
-        compared["tensor_parallel_plan"] = plan, dict(given)
+        compared["expert_parallel_size"] = of_experts or 1, config.expert_parallel_size
+    if config.tensor_parallel_plan is not None:
+        compared["tensor_parallel_plan"] = state.get(_GIVEN_PLAN), dict(config.tensor_parallel_plan)
     for name, (before, asked) in compared.items():
         if before != asked:
             raise ShardError(
@@ -492,7 +466,7 @@ def _fix_gradient_dtypes(plan: ShardPlan) -> None:
     """Register the hooks that set the dtypes of gradients of a model that is trained."""
     for param_group in parameter_groups(plan.model) if plan.precision.is_training else ():
         fix_gradient_dtypes(param_group)
-        if plan.precision.masters_in_optimizer:
+        if plan.precision.use_mp_opt:
             reduce_to_fp32(param_group)
 
 

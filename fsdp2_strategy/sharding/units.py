@@ -19,14 +19,34 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from fsdp2_strategy.distributed.mesh import build_mesh, data_parallel_mesh
+from fsdp2_strategy.config.strategy_config import StrategyConfig
+from fsdp2_strategy.distributed import process_group
+from fsdp2_strategy.distributed.mesh import auto_shard_size, build_mesh, data_parallel_mesh
 from fsdp2_strategy.distributed.process_group import current_device
 from fsdp2_strategy.errors import ShardError
 from fsdp2_strategy.model.fsdp_state import keep_class_name, parameter_groups, reshard_without_backward
 from fsdp2_strategy.model.gradients import average_gradients
 from fsdp2_strategy.model.unit_hooks import register_hook
+from fsdp2_strategy.sharding.blocks import parameter_count
 from fsdp2_strategy.sharding.plan import ShardPlan, Unit
 from fsdp2_strategy.sharding.precision import Precision
+
+
+def shard_size_for(
+    model: nn.Module, config: StrategyConfig, *, is_training: bool, world_size: int | None = None
+) -> int:
+    """Return the shard size of a configuration, which is chosen by the size of the model if it is "auto".
+
+    Args:
+        model: the model.
+        config: the settings.
+        is_training: whether the model is sharded for training.
+        world_size: number of ranks; by default those of the process group.
+    """
+    if config.shard_size != "auto":
+        return config.shard_size
+    ranks = (world_size or process_group.world_size()) // config.tensor_parallel_size
+    return auto_shard_size(parameter_count(model), is_training=is_training, world_size=ranks)
 
 
 def shard_units(

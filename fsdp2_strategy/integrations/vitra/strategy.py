@@ -44,6 +44,7 @@ from fsdp2_strategy.integrations.vitra.training_loop import Loop
 from fsdp2_strategy.model.buffers import is_statistic
 from fsdp2_strategy.optim.schedule import BACKBONE_FREEZE, check_schedule_name
 from fsdp2_strategy.sharding.blocks import Classes, class_names_of
+from fsdp2_strategy.sharding.explain import explain
 from fsdp2_strategy.training import TrainingStrategy
 
 _CHECKPOINTS = "checkpoints"  # the subfolder of a run's directory that contains its checkpoints
@@ -294,7 +295,8 @@ class VLAFSDPStrategy(TrainingStrategy):
         config, size, reshard = self._sharding(model, auto_wrap_policy_modules, checkpointing_policy_modules)
         shard_size = size if shard_size is None else shard_size
         reshard_after_forward = reshard if reshard_after_forward is None else reshard_after_forward
-        return self._explain(model, config, is_training, shard_size, reshard_after_forward, run=run, file=file)
+        config = config.replace(shard_size=shard_size, reshard_after_forward=reshard_after_forward)
+        return explain(model, config, is_training=is_training, world_size=self.world_size, run=run, file=file)
 
     def _sharding(
         self, model: nn.Module, blocks: Classes, recompute: Classes
