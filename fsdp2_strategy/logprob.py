@@ -12,7 +12,7 @@ head each compute the logits of their part of the vocabulary, and gather those o
 
 [Note: after the head] Some models apply a function to the logits of their head: a scale or a soft cap. An additional
 forward pass measures this function: the head returns known numbers, and the function follows from the logits that the
-model returns for them. The function is not read from the configuration; docs/architecture.md says why.
+model returns for them. The function is not read from the configuration; docs/decisions.md says why.
 """
 
 from __future__ import annotations
