@@ -48,11 +48,12 @@ from torch.utils.data import DataLoader
 from fsdp2_strategy.data import ResumableLoader
 from fsdp2_strategy.integrations.lerobot import LeRobotDataset
 from fsdp2_strategy.integrations.lerobot.dataset import used_bytes
-from fsdp2_strategy.integrations.lerobot.generate import DatasetWriter
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "examples"))
 from helpers.barcodes import write_barcoded
 from helpers.http_server import FileServer
+from lerobot_writer import DatasetWriter
 
 PARTS = ("frames", "rows", "workers", "memory", "bytes")
 BATCH = 32

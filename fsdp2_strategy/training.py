@@ -29,7 +29,7 @@ from fsdp2_strategy.checkpoint.layout import Layout
 from fsdp2_strategy.checkpoint.load import load_checkpoint
 from fsdp2_strategy.checkpoint.random_state import seed_everything
 from fsdp2_strategy.checkpoint.resumed import compare_with_next_directories
-from fsdp2_strategy.checkpoint.save import end_saving, save_checkpoint, wait_for_save
+from fsdp2_strategy.checkpoint.save import end_saving, save_checkpoint, wait_for_checkpoint
 from fsdp2_strategy.checkpoint.several_models import Models, for_each, joined, models_by_name
 from fsdp2_strategy.checkpoint.training_state import LoadedCheckpoint, schedule_state
 from fsdp2_strategy.config.aliases import PARALLEL_SIZES, resolve_aliases
@@ -826,7 +826,7 @@ class TrainingStrategy:
         Raises:
             CheckpointError: on every rank, if the save has failed. The error is raised only once.
         """
-        wait_for_save()
+        wait_for_checkpoint()
 
     @collective
     def load_ckpt(

@@ -36,7 +36,7 @@ from fsdp2_strategy import (
 from fsdp2_strategy.checkpoint import seed_everything
 from fsdp2_strategy.data import EpisodeOrder, GlobalOrder, MixtureOrder
 from fsdp2_strategy.errors import LogProbError, OptimizerError
-from fsdp2_strategy.optim import get_constant_schedule_with_freeze_warmup, set_gradient_sync
+from fsdp2_strategy.optim import get_constant_schedule_with_freeze_warmup
 
 DATA = list(range(20))
 
@@ -222,7 +222,6 @@ CALLS = {
         lambda: g.strategy.clip_grad_norm(g.model, "1"),
         lambda: clip_grad_norm(g.model, -1.0),
         lambda: clip_grad_norm(dict(g.model.named_parameters())),
-        lambda: set_gradient_sync(g.model, "never", is_last=True),
     ],
     "data": lambda g: [
         *(lambda o=o: ResumableLoader(DATA, **{"global_batch_size": 4, **o}) for o in LOADERS),

@@ -39,7 +39,7 @@ from fsdp2_strategy import (
     verify_checkpoint,
     weight_checksums,
 )
-from fsdp2_strategy.checkpoint import wait_for_save
+from fsdp2_strategy.checkpoint import wait_for_checkpoint
 from fsdp2_strategy.checkpoint.training_state import optimizer_tensors
 from fsdp2_strategy.distributed.torch_internals import local_of
 from fsdp2_strategy.errors import DamageError, ShardError
@@ -216,7 +216,7 @@ def training_state(name, shape):
 def save_on(folder, name, shape, async_save=False):
     model, optimizer, averages = training_state(name, shape)
     save_checkpoint(model, folder, "t", step=1, optimizer=optimizer, ema=averages, async_save=async_save)
-    wait_for_save()
+    wait_for_checkpoint()
 
 
 def load_on(folder, name, shape):

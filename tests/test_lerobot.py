@@ -31,6 +31,7 @@ import torch
 from helpers.barcodes import barcode, read_barcode, read_camera, write_barcoded
 from helpers.http_server import FileServer
 from helpers.versions import needs_index
+from lerobot_writer import DatasetWriter
 
 from fsdp2_strategy.data import ResumableLoader
 from fsdp2_strategy.errors import CorruptDataError, DataError
@@ -38,7 +39,6 @@ from fsdp2_strategy.integrations.lerobot import LeRobotDataset, prefetch, video
 from fsdp2_strategy.integrations.lerobot.dataset import used_bytes
 from fsdp2_strategy.integrations.lerobot.dataset_source import LocalFiles
 from fsdp2_strategy.integrations.lerobot.fetching import EpisodeFetcher
-from fsdp2_strategy.integrations.lerobot.generate import DatasetWriter
 from fsdp2_strategy.integrations.lerobot.prefetch import EpisodePrefetcher
 from fsdp2_strategy.integrations.lerobot.video import Decoders
 from fsdp2_strategy.integrations.lerobot.worker_counters import NAMES, Counts

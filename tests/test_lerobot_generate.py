@@ -18,11 +18,11 @@ import pytest
 import torch
 from helpers.barcodes import barcode, read_barcode, read_camera, write_barcoded
 from helpers.worlds import some_rows
+from lerobot_writer import DatasetWriter, episode_files, generate
 
 from fsdp2_strategy.errors import DataError
-from fsdp2_strategy.integrations.lerobot import episode_files, generate, video
+from fsdp2_strategy.integrations.lerobot import video
 from fsdp2_strategy.integrations.lerobot.dataset import LeRobotDataset
-from fsdp2_strategy.integrations.lerobot.generate import DatasetWriter
 
 TOP, WRIST, SIDE = "observation.images.top", "observation.images.wrist", "observation.images.side"
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 from helpers.peers import has_accelerator, skip_without_lerobot
+from lerobot_writer import DatasetWriter
 
 from fsdp2_strategy.integrations.lerobot import LeRobotDataset
-from fsdp2_strategy.integrations.lerobot.generate import DatasetWriter
 
 skip_without_lerobot()
 

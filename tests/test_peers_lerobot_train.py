@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 import torch
 from helpers.peers import LACKS_ACCELERATOR, has_accelerator, skip_without_lerobot
+from lerobot_writer import DatasetWriter
 from safetensors.torch import load_file
-
-from fsdp2_strategy.integrations.lerobot.generate import DatasetWriter
 
 skip_without_lerobot()
 pytestmark = pytest.mark.skipif(not has_accelerator(), reason=LACKS_ACCELERATOR)

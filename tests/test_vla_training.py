@@ -37,7 +37,6 @@ from fsdp2_strategy.integrations.vitra.summary import summary
 from fsdp2_strategy.model.fsdp_state import parameter_groups
 from fsdp2_strategy.model.gradients import clear_gradients
 from fsdp2_strategy.model.names import named_parameters
-from fsdp2_strategy.optim.step import take_step
 
 SAMPLES = 20  # 5 micro-batches of 2 on 2 ranks: an odd number
 
@@ -372,7 +371,8 @@ def test_steps_follow_from_whole_batches_of_examples(tmp_path):
         assert strategy.optimizer.param_groups[0]["lr"] == 0.0
         for _ in range(int(steps * 0.25)):
             assert strategy.optimizer.param_groups[0]["lr"] < 0.01
-            take_step(strategy.optimizer, strategy.vla, strategy.lr_scheduler, 0.0)
+            strategy.optimizer.step()
+            strategy.lr_scheduler.step()
         assert strategy.optimizer.param_groups[0]["lr"] == 0.01
 
 

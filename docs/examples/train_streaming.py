@@ -25,6 +25,7 @@ from typing import Any, TextIO
 
 import numpy as np
 import torch
+from lerobot_writer import DatasetWriter
 from options import make_parser
 from options import parse as parse_options
 from safetensors.torch import load_file
@@ -38,7 +39,6 @@ from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.errors import DataError
 from fsdp2_strategy.integrations.lerobot import LeRobotDataset, Metadata
-from fsdp2_strategy.integrations.lerobot.generate import DatasetWriter
 from fsdp2_strategy.integrations.vitra.shortages import warn_of_shortages
 from fsdp2_strategy.integrations.vitra.throughput import Rates, Throughput
 

@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from flow_vla import CAMERA, CHUNK, FlowBlock, FlowVLA, Processor, make_backbone
+from lerobot_writer.generate import DatasetWriter
 from options import make_parser, parse
 from table import ACTION, FPS, LIMIT, SIZE, STATE, Tables, demonstrate
 
@@ -32,7 +33,6 @@ from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.collectives import all_reduce
 from fsdp2_strategy.errors import DataError
 from fsdp2_strategy.integrations.lerobot import LeRobotDataset, save_policy
-from fsdp2_strategy.integrations.lerobot.generate import DatasetWriter
 from fsdp2_strategy.integrations.vitra import VLAFSDPStrategy, VLAMetrics
 
 LARGEST_DIFFERENCE = 0.1  # of normalised actions; with --bf16, the sharded policy computes in bf16

@@ -13,9 +13,8 @@ if TYPE_CHECKING:
     from fsdp2_strategy.checkpoint.listing import list_checkpoints as list_checkpoints
     from fsdp2_strategy.checkpoint.load import load_checkpoint as load_checkpoint
     from fsdp2_strategy.checkpoint.random_state import seed_everything as seed_everything
-    from fsdp2_strategy.checkpoint.save import end_saving as end_saving
     from fsdp2_strategy.checkpoint.save import save_checkpoint as save_checkpoint
-    from fsdp2_strategy.checkpoint.save import wait_for_save as wait_for_save
+    from fsdp2_strategy.checkpoint.save import wait_for_checkpoint as wait_for_checkpoint
     from fsdp2_strategy.checkpoint.training_state import LoadedCheckpoint as LoadedCheckpoint
     from fsdp2_strategy.checkpoint.verify import VerifyReport as VerifyReport
     from fsdp2_strategy.checkpoint.verify import verify_checkpoint as verify_checkpoint
@@ -26,13 +25,12 @@ _MODULE_OF = {
     "LoadedCheckpoint": "training_state",
     "Loader": "data_position",
     "VerifyReport": "verify",
-    "end_saving": "save",
     "list_checkpoints": "listing",
     "load_checkpoint": "load",
     "save_checkpoint": "save",
     "seed_everything": "random_state",
     "verify_checkpoint": "verify",
-    "wait_for_save": "save",
+    "wait_for_checkpoint": "save",
 }
 """The module of each public name."""
 

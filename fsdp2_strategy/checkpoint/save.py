@@ -107,7 +107,7 @@ def save_checkpoint(
 
     With ``async_save``, the call returns once this rank's values are copied to host memory. A background thread then
     writes the copies, commits and rotates. So later changes by the trainer are not saved. Only one save is in flight.
-    The next save, a load, `wait_for_save` and ``close`` first wait for it, and raise its error if it failed.
+    The next save, a load, `wait_for_checkpoint` and ``close`` first wait for it, and raise its error if it failed.
 
     A mapping of models by name is saved as one checkpoint, with one commit: a load gets all models of the same moment.
     ``step``, ``optimizer``, ``scheduler``, ``tokenizer``, ``ema`` and ``loss_scale`` are then mappings by the same
@@ -448,7 +448,7 @@ def _write(plan: _SavePlan) -> list[tuple[str, str]]:
     return to_rank_0(digest)
 
 
-def wait_for_save() -> None:
+def wait_for_checkpoint() -> None:
     """Wait until no save is in flight; not collective, but if every rank calls it, a failed save raises on all of them.
 
     Raises:
@@ -461,7 +461,7 @@ def end_saving() -> None:
     """Wait for saves and deletions, and release this process's locks; not collective, but call it on every rank.
 
     Raises:
-        CheckpointError: see `wait_for_save`.
+        CheckpointError: see `wait_for_checkpoint`.
     """
     try:
         background_save.finish()

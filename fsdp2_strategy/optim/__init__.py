@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from fsdp2_strategy.optim.step import backward as backward
     from fsdp2_strategy.optim.step import clip_grad_norm as clip_grad_norm
     from fsdp2_strategy.optim.step import optimizer_step as optimizer_step
-    from fsdp2_strategy.optim.step import set_gradient_sync as set_gradient_sync
-    from fsdp2_strategy.optim.step import take_step as take_step
     from fsdp2_strategy.optim.zero_grad import discard_gradients as discard_gradients
 
 _MODULE_OF = {
@@ -39,8 +37,6 @@ _MODULE_OF = {
     "is_mp_optimizer": "masters",
     "optimizer_step": "step",
     "rebind_optimizer": "groups",
-    "set_gradient_sync": "step",
-    "take_step": "step",
 }
 """The module of each public name."""
 

@@ -122,7 +122,7 @@ class Accumulation:
     has_said_equal_losses: bool = False
     """Whether a warning has said that all ranks have the same loss."""
     last_sync: bool | None = None
-    """The ``is_last`` of the latest `set_gradient_sync` in `backward`; None (no call yet) acts like True."""
+    """The ``is_last`` of the latest `_set_gradient_sync` in `backward`; None (no call yet) acts like True."""
     sums: MicroBatchSums = field(default_factory=MicroBatchSums)
     """Loss and tokens of these micro-batches; the first backward pass of a step starts new sums."""
     reduced: ReducedStep | None = None

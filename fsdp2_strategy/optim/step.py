@@ -170,7 +170,7 @@ def backward(
     factor = _loss_factor(size, items, world_size() // layers)
     is_last = own.is_last(accumulation, accumulation_steps)
     if is_last != (own.last_sync is not False):
-        set_gradient_sync(model, grad_sync, is_last=is_last)
+        _set_gradient_sync(model, grad_sync, is_last=is_last)
         own.last_sync = is_last
     try:
         with shared_loss(is_summed=items is not None or num_items is not None) as shared:
@@ -399,16 +399,9 @@ def _loss_factor(size: int | None, items: float | None, ranks: int) -> float:
     return ranks / items
 
 
-def set_gradient_sync(model: nn.Module, mode: GradSync, *, is_last: bool) -> None:
-    """Set which collectives each unit runs in backward passes from the next one on; not collective.
-
-    Args:
-        model: a sharded model, or its wrapper.
-        mode: communication in the backward passes before the last of a step; see `StrategyConfig`.
-        is_last: whether the next backward pass is the last of the step; it runs all collectives.
-    """
+def _set_gradient_sync(model: nn.Module, mode: GradSync, *, is_last: bool) -> None:
+    """Set which collectives each unit runs in backward passes from the next one on; not collective."""
     root = unwrap_model(model)
-    _check_choices("set the communication of gradients", grad_sync=mode)
     if mode == "defer_all_reduce" and may_have_unequal_gradients(root):
         # FSDP2 sums deferred gradients in a flat buffer, so each pass must have gradients of the same parameters.
         mode = "every"
@@ -483,44 +476,6 @@ def _check_parameters(optimizer: Optimizer, root: nn.Module) -> None:
         )
 
 
-@collective
-def take_step(
-    optimizer: Optimizer,
-    model: nn.Module,
-    scheduler: LRScheduler | None,
-    max_norm: float,
-    scale: LossScale | None = None,
-    *,
-    sync_buffers: SyncBuffers = "broadcast",
-) -> tuple[bool, float]:
-    """Clip, step optimizer and schedule, clear the gradients; if the norm is not finite, only clear; collective.
-
-    Args:
-        optimizer: the model's optimizer.
-        model: the model, or its wrapper.
-        scheduler: learning-rate schedule, stepped with the optimizer.
-        max_norm: global norm to clip to; 0 disables clipping.
-        scale: loss scale; gradients are divided by it, and it is adapted.
-        sync_buffers: how buffers that have changed are made equal on all ranks.
-
-    Returns:
-        Whether the optimizer stepped, and the norm before clipping; both are equal on all ranks.
-
-    Raises:
-        OffloadError: the model or the optimizer is offloaded.
-        ShardError: the model was cast after it was sharded.
-        StepError: on every rank, a rank has deferred an error (`defer_error`).
-    """
-    _check_choices("step", sync_buffers=sync_buffers)
-    check_number("step", "max_norm", max_norm, StepError, minimum=0)
-    _check_is_optimizer(optimizer, "step")
-    _check_prepared(unwrap_model(model), "step")
-    own = Accumulation()
-    taken = _take_step(optimizer, model, scheduler, max_norm=max_norm, scale=scale, sync_buffers=sync_buffers, own=own)
-    accumulation_of(model).reset()
-    return taken.stepped, taken.norm
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Taken:
     """What one step did; the fields are those of `StepResult`."""
@@ -544,6 +499,7 @@ def _take_step(
     own: Accumulation,
     reduced: ReducedStep | None = None,
 ) -> _Taken:
+    """Clip, step optimizer and schedule, clear the gradients; if the norm is not finite, only clear; collective."""
     root = unwrap_model(model)
     check_resident(root, "step")
     check_resident(optimizer, "step")
@@ -673,11 +629,11 @@ def clip_for_step(model: nn.Module, max_norm: float, *, sync_buffers: SyncBuffer
     return own.reduced.norm
 
 
-_IS_STEPPING = Slot[bool]("stepping in take_step")
+_IS_STEPPING = Slot[bool]("stepping in optimizer_step")
 
 
 def forbid_direct_steps(optimizer: Optimizer) -> None:
-    """Make ``optimizer.step()`` raise StepError unless `take_step` calls it; not collective."""
+    """Make ``optimizer.step()`` raise StepError unless `optimizer_step` calls it; not collective."""
     optimizer.register_step_pre_hook(_raise_on_direct_step)
 
 

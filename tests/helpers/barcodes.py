@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lerobot_writer import DatasetWriter
 from numpy.typing import NDArray
 
 from fsdp2_strategy.errors import DataError
-from fsdp2_strategy.integrations.lerobot.generate import DatasetWriter
 
 Image = NDArray[np.uint8]
 

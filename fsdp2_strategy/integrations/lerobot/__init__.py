@@ -1,4 +1,4 @@
-"""LeRobot: read and write its v3 data sets, save checkpoints in its layout, and export its policies.
+"""LeRobot: read its v3 data sets, save checkpoints in its layout, and export its policies.
 
 `LeRobotDataset` returns samples by index; `ResumableLoader` decides their order. The main modules of this package:
 
@@ -7,7 +7,6 @@
     rows, video            an episode's table rows and video frames
     windows                time windows around a frame
     prefetch, fetching     threads that fetch episodes before they are needed
-    generate               a writer of data sets
 
 These modules need the extra `vla`; `layout` and `policy_export` do not.
 """

@@ -15,7 +15,7 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
-from fsdp2_strategy.checkpoint import directory, save_checkpoint, wait_for_save
+from fsdp2_strategy.checkpoint import directory, save_checkpoint, wait_for_checkpoint
 from fsdp2_strategy.checkpoint.file_schemas import STATE_BYTES, STATE_OF_ONLY_MODEL, parse_state, read_small_file
 from fsdp2_strategy.checkpoint.listing import describe_missing
 from fsdp2_strategy.checkpoint.paths import TRAINER_STATE, CheckpointPaths
@@ -51,7 +51,7 @@ def save(engine: Any, path: Path, *, step: int, max_num: int | None) -> None:
             "global_step_<n>, to which verl's trainer for supervised fine-tuning adds files when the call returns. "
             "Remove checkpoint.async_save."
         )
-    wait_for_save()  # what was saved in the background before is complete, and counts
+    wait_for_checkpoint()  # what was saved in the background before is complete, and counts
     options: dict[str, Any] = {
         "max_num": None,
         "max_mem": None,
@@ -67,7 +67,7 @@ def save(engine: Any, path: Path, *, step: int, max_num: int | None) -> None:
     saved: list[Path] = engine.saved_paths
     if path in saved:
         saved.append(saved.pop(saved.index(path)))
-    if config.async_save:  # after `wait_for_save`, and before the background save, which waits for the deletion
+    if config.async_save:  # after `wait_for_checkpoint`, and before the background save, which waits for the deletion
         _delete_older(saved, path, max_num)
     trained = engine.optimizer is not None
     scale = accumulation_of(engine.module).scale

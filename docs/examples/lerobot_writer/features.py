@@ -14,7 +14,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from fsdp2_strategy.errors import DataError
-from fsdp2_strategy.integrations.lerobot.mp4 import encode_png
+from lerobot_writer.mp4 import encode_png
 
 Feature = dict[str, Any]
 

@@ -23,8 +23,8 @@ import numpy as np
 import pyarrow as pa
 
 from fsdp2_strategy.errors import DataError, did_you_mean
-from fsdp2_strategy.integrations.lerobot.episode_files import EpisodesFile, RollingWriter, RowsFile, write_tasks
-from fsdp2_strategy.integrations.lerobot.features import (
+from lerobot_writer.episode_files import EpisodesFile, RollingWriter, RowsFile, write_tasks
+from lerobot_writer.features import (
     CAMERAS,
     STANDARD_COLUMNS,
     checked_feature,
@@ -33,8 +33,8 @@ from fsdp2_strategy.integrations.lerobot.features import (
     schema_of,
     size_of,
 )
-from fsdp2_strategy.integrations.lerobot.mp4 import Codec, EncodedEpisode, Encoding, VideoFile, encode
-from fsdp2_strategy.integrations.lerobot.stats import Stats, aggregate, feature_stats, image_stats
+from lerobot_writer.mp4 import Codec, EncodedEpisode, Encoding, VideoFile, encode
+from lerobot_writer.stats import Stats, aggregate, feature_stats, image_stats
 
 _DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 _VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
