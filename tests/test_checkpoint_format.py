@@ -41,7 +41,7 @@ from fsdp2_strategy.checkpoint.reader import _ChecksumManifests
 from fsdp2_strategy.checkpoint.storage import Component, read_all, stored_in, targets_by_name, write_components
 from fsdp2_strategy.cli import main
 from fsdp2_strategy.errors import CheckpointError, DamageError
-from fsdp2_strategy.hf.output_files import create_files, files_for
+from fsdp2_strategy.storage.output_files import create_files, files_for
 from fsdp2_strategy.storage.regions import Region
 from fsdp2_strategy.storage.replicated_reads import read_requests_for
 from fsdp2_strategy.storage.safetensors_format import DTYPES

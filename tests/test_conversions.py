@@ -31,11 +31,11 @@ from fsdp2_strategy.cli import main
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf import round_trip, save_plan
 from fsdp2_strategy.hf.load_plan import match_tensors
-from fsdp2_strategy.hf.output_files import create_files, files_for
 from fsdp2_strategy.hf.round_trip import _is_own, round_trips
 from fsdp2_strategy.hf.save_plan import choose_layout, tensors_to_write
 from fsdp2_strategy.hf.skeleton import meta_skeleton
 from fsdp2_strategy.hf.weights_folder import open_folder
+from fsdp2_strategy.storage.output_files import create_files, files_for
 from fsdp2_strategy.storage.regions import Piece, Region
 from fsdp2_strategy.storage.safetensors_format import OWN_NAMES, Entry, read_header, read_header_and_metadata
 

@@ -25,10 +25,10 @@ from fsdp2_strategy.checkpoint import directory, listing, paths, storage
 from fsdp2_strategy.cli import main
 from fsdp2_strategy.distributed.mesh import auto_shard_size
 from fsdp2_strategy.errors import DamageError
-from fsdp2_strategy.hf.output_files import file_bytes
 from fsdp2_strategy.model.state import model_state
 from fsdp2_strategy.sharding import shard
 from fsdp2_strategy.storage.checksums import digest_of
+from fsdp2_strategy.storage.output_files import file_bytes
 from fsdp2_strategy.storage.regions import Region
 
 NAMES = [name for name in vars(sizes) if name.isupper()]

@@ -43,8 +43,12 @@ from fsdp2_strategy.distributed.agreement import all_or_none, error_text
 from fsdp2_strategy.distributed.process_group import group_in_use, rank, world_size
 from fsdp2_strategy.errors import CheckpointError, DamageError, some
 from fsdp2_strategy.hf.mismatches import CHECKPOINT, describe_shapes
-from fsdp2_strategy.hf.output_files import File, check_shared_folder, create_files, file_bytes, files_for, index_of
-from fsdp2_strategy.hf.save_plan import (
+from fsdp2_strategy.storage.checksums import Block, Checksums, blocks_of
+from fsdp2_strategy.storage.file_reads import repeated
+from fsdp2_strategy.storage.output_files import File, check_shared_folder, create_files, file_bytes, files_for, index_of
+from fsdp2_strategy.storage.regions import Region
+from fsdp2_strategy.storage.safetensors_format import CONVERTED, Entry, read_header
+from fsdp2_strategy.storage.shares import (
     Share,
     gathered_write_requests,
     needs_gather,
@@ -52,10 +56,6 @@ from fsdp2_strategy.hf.save_plan import (
     values_of_shares,
     write_requests,
 )
-from fsdp2_strategy.storage.checksums import Block, Checksums, blocks_of
-from fsdp2_strategy.storage.file_reads import repeated
-from fsdp2_strategy.storage.regions import Region
-from fsdp2_strategy.storage.safetensors_format import CONVERTED, Entry, read_header
 from fsdp2_strategy.storage.verified_read import Reader, ReadRequest
 from fsdp2_strategy.storage.write import WriteRequest, force_to_disk, write_all
 

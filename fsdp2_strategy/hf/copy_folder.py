@@ -22,9 +22,10 @@ import torch
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.errors import CheckpointError, DamageError, shown
-from fsdp2_strategy.hf.output_files import create_files, files_for, write_index
+from fsdp2_strategy.hf.output_files import write_index
 from fsdp2_strategy.hf.weights_folder import CONFIG
 from fsdp2_strategy.storage.checksums import Checksums
+from fsdp2_strategy.storage.output_files import create_files, files_for
 from fsdp2_strategy.storage.regions import Region
 from fsdp2_strategy.storage.safetensors_format import CONVERTED, Entry, read_header_and_metadata, read_into
 from fsdp2_strategy.storage.staged_folder import StagedFolder

@@ -24,26 +24,11 @@ from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import is_rank_0
 from fsdp2_strategy.errors import ArgumentError, CheckpointError, counted, did_you_mean, size_text
-from fsdp2_strategy.hf.output_files import (
-    File,
-    check_shared_folder,
-    create_files,
-    files_for,
-    write_configuration,
-    write_index,
-)
+from fsdp2_strategy.hf.output_files import write_configuration, write_index
 from fsdp2_strategy.hf.peft.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterFiles
 from fsdp2_strategy.hf.peft.merge import Merged, without_adapters
 from fsdp2_strategy.hf.round_trip import round_trips
-from fsdp2_strategy.hf.save_plan import (
-    gathered_write_requests,
-    needs_gather,
-    own_shares,
-    regions_to_write,
-    tensors_to_write,
-    values_of_shares,
-    write_requests,
-)
+from fsdp2_strategy.hf.save_plan import regions_to_write, tensors_to_write
 from fsdp2_strategy.hf.skeleton import meta_skeleton
 from fsdp2_strategy.hf.tokenizers import check_tokenizer
 from fsdp2_strategy.hf.transformers_models import is_transformers_model
@@ -51,7 +36,15 @@ from fsdp2_strategy.model.failed_loads import check_usable
 from fsdp2_strategy.model.fsdp_state import class_name, reshard
 from fsdp2_strategy.model.ranks import on_model_ranks
 from fsdp2_strategy.model.wrappers import unwrap_model
+from fsdp2_strategy.storage.output_files import File, check_shared_folder, create_files, files_for
 from fsdp2_strategy.storage.regions import Region
+from fsdp2_strategy.storage.shares import (
+    gathered_write_requests,
+    needs_gather,
+    own_shares,
+    values_of_shares,
+    write_requests,
+)
 from fsdp2_strategy.storage.staged_folder import StagedFolder
 from fsdp2_strategy.storage.write import force_to_disk, write_all
 

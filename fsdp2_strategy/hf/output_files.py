@@ -8,123 +8,14 @@ from __future__ import annotations
 
 import copy
 import json
-import math
-import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from fsdp2_strategy import sizes
-from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.transformers_models import is_transformers_model
 from fsdp2_strategy.storage.json_files import write_text
+from fsdp2_strategy.storage.output_files import File, index_of
 from fsdp2_strategy.storage.regions import Region
-from fsdp2_strategy.storage.safetensors_format import CONVERTED, Entry, lay_out, write_from
-from fsdp2_strategy.storage.write import opened
-
-
-@dataclass(frozen=True)
-class File:
-    """A file to create: its header and the locations of its tensors, which follow the header."""
-
-    path: Path
-    name: str
-    header: bytes
-    entries: dict[str, Entry]
-
-    @property
-    def nbytes(self) -> int:
-        """Length of the file in bytes."""
-        return len(self.header) + sum(entry.nbytes for entry in self.entries.values())
-
-    def moved_to(self, folder: Path) -> File:
-        """Return a copy of the file with its paths in a folder."""
-        path = folder / self.path
-        entries = {n: Entry(n, path, e.offset, e.dtype, e.shape) for n, e in self.entries.items()}
-        return replace(self, path=path, entries=entries)
-
-
-def files_for(
-    folder: Path,
-    stem: str,
-    regions: Mapping[str, Region],
-    max_bytes: int,
-    *,
-    metadata: Mapping[str, str] = CONVERTED,
-) -> list[File]:
-    """Distribute tensors, in the given order, over files of limited size; a tensor above the limit gets its own file.
-
-    Args:
-        folder: folder of the files.
-        stem: beginning of the file names.
-        regions: the tensors by name.
-        max_bytes: the limit, in bytes of tensors per file.
-        metadata: metadata of the headers.
-    """
-    groups: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
-    size = 0
-    for name, region in regions.items():
-        nbytes = region.numel() * region.dtype.itemsize
-        if groups[-1] and size + nbytes > max_bytes:
-            groups.append({})
-            size = 0
-        groups[-1][name] = (region.dtype, tuple(region.shape))
-        size += nbytes
-    files = []
-    for i, group in enumerate(groups, 1):
-        number = f"-{i:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
-        name = f"{stem}{number}.safetensors"
-        path = folder / name
-        files.append(File(path, name, *lay_out(path, group, metadata)))
-    return files
-
-
-def file_bytes(regions: Mapping[str, Region]) -> int:
-    """Return the size limit of a checkpoint's files: small enough that ranks and threads write several in parallel."""
-    total = sum(region.numel() * region.dtype.itemsize for region in regions.values())
-    return min(sizes.FILE_BYTES, max(sizes.MIN_FILE_LIMIT_BYTES, -(-total // sizes.FILE_COUNT)))
-
-
-def index_of(files: Sequence[File]) -> dict[str, Any]:
-    """Return the content of the index, which maps each tensor to its file."""
-    entries = [(name, entry, file) for file in files for name, entry in file.entries.items()]
-    return {
-        "metadata": {
-            "total_parameters": sum(math.prod(entry.shape) for _, entry, _ in entries),
-            "total_size": sum(entry.nbytes for _, entry, _ in entries),
-        },
-        "weight_map": {name: file.name for name, _, file in sorted(entries, key=lambda e: e[0])},
-    }
-
-
-def create_files(files: Iterable[File]) -> None:
-    """Create files with their full length and their header; bytes that other ranks have written already are kept."""
-    for file in files:
-        with opened(file.path, os.O_WRONLY | os.O_CREAT) as fd:
-            os.ftruncate(fd, file.nbytes)
-            write_from(fd, 0, memoryview(file.header))
-
-
-def check_shared_folder(files: Iterable[File]) -> None:
-    """Check that this rank sees the files that another rank created.
-
-    Raises:
-        CheckpointError: a file is missing or has another header: the folder is not on a shared file system.
-    """
-    for file in files:
-        try:
-            with file.path.open("rb") as stream:
-                found = stream.read(len(file.header))
-        except FileNotFoundError:
-            found = b""
-        if found != file.header:
-            raise CheckpointError(
-                f"cannot save: {file.path} is missing or differs from the file that another rank created, expected a "
-                "folder that all ranks see. Save to a shared file system."
-            )
 
 
 def write_index(folder: Path, files: Sequence[File], index_name: str = "model.safetensors.index.json") -> None:

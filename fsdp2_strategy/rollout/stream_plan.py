@@ -15,11 +15,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy import sizes
-from fsdp2_strategy.hf.save_plan import is_identity, regions_to_write, tensors_to_write
+from fsdp2_strategy.hf.save_plan import regions_to_write, tensors_to_write
 from fsdp2_strategy.hf.skeleton import meta_skeleton
 from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.rollout.bucket import Bucket, Part, Route, routes_of
 from fsdp2_strategy.storage.regions import Computed, Region, assemble, sources_of
+from fsdp2_strategy.storage.shares import is_identity
 
 
 @dataclass(eq=False)
