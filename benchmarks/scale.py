@@ -34,8 +34,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp2_strategy.checkpoint import directory
 from fsdp2_strategy.checkpoint.paths import CHECKSUMS, RNG, CheckpointPaths
-from fsdp2_strategy.checkpoint.storage import Component, SafetensorsWriter
+from fsdp2_strategy.checkpoint.storage import ComponentWriter
 from fsdp2_strategy.storage.checksums import Block
+from fsdp2_strategy.storage.component import Component
 from fsdp2_strategy.storage.write import _group_adjacent, _runs
 
 ROWS, COLUMNS = 8192, 16
@@ -64,7 +65,7 @@ def plan_save(tensors: dict[str, torch.Tensor], folder: Path) -> tuple[object, l
     """Plan a save as a rank does before it writes a byte; return the plan that it sends, and its ranges, grouped."""
     component, planner = Component.of(folder, tensors), DefaultSavePlanner()
     planner.set_up_planner({})
-    sent = SafetensorsWriter([component]).prepare_local_plan(planner.create_local_plan())
+    sent = ComponentWriter([component]).prepare_local_plan(planner.create_local_plan())
     return sent, list(_group_adjacent([run for request in component.write_requests() for run in _runs(request)]))
 
 

@@ -28,9 +28,10 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from fsdp2_strategy import EMA, list_checkpoints, sizes, verify_checkpoint
 from fsdp2_strategy.checkpoint import background_save
 from fsdp2_strategy.checkpoint import save as saving
-from fsdp2_strategy.checkpoint.storage import Component, stage_local
+from fsdp2_strategy.checkpoint.storage import stage_local
 from fsdp2_strategy.data import ResumableLoader
 from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.storage.component import Component
 
 
 class Gate:

@@ -38,9 +38,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fsdp2_strategy import FSDPV2Strategy, build_mesh, list_checkpoints, load_checkpoint, sizes, verify_checkpoint
 from fsdp2_strategy.checkpoint import directory, listing, paths
 from fsdp2_strategy.checkpoint.reader import _ChecksumManifests
-from fsdp2_strategy.checkpoint.storage import Component, read_all, stored_in, targets_by_name, write_components
+from fsdp2_strategy.checkpoint.storage import read_all, stored_in, targets_by_name, write_components
 from fsdp2_strategy.cli import main
 from fsdp2_strategy.errors import CheckpointError, DamageError
+from fsdp2_strategy.storage.component import Component
 from fsdp2_strategy.storage.output_files import create_files, files_for
 from fsdp2_strategy.storage.regions import Region
 from fsdp2_strategy.storage.replicated_reads import read_requests_for

@@ -13,9 +13,9 @@ from test_loops import Net, data, loss_of, warnings_of
 from torch.optim import lr_scheduler as schedules
 
 from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, load_checkpoint, save_checkpoint
-from fsdp2_strategy.checkpoint.json_values import as_json_values, from_json_values
 from fsdp2_strategy.errors import CheckpointError, OptimizerError, StepError
 from fsdp2_strategy.storage.json_files import as_json, check_json
+from fsdp2_strategy.storage.json_values import as_json_values, from_json_values
 
 
 def half(step):

@@ -27,6 +27,7 @@ from fsdp2_strategy.distributed.mesh import auto_shard_size
 from fsdp2_strategy.errors import DamageError
 from fsdp2_strategy.model.state import model_state
 from fsdp2_strategy.sharding import shard
+from fsdp2_strategy.storage import component
 from fsdp2_strategy.storage.checksums import digest_of
 from fsdp2_strategy.storage.output_files import file_bytes
 from fsdp2_strategy.storage.regions import Region
@@ -262,7 +263,7 @@ def test_a_layout_is_made_again_only_for_tensors_that_are_not_alike(tmp_path):
     model, optimizer, scheduler = prepared(strategy)
     train(strategy, model, optimizer, scheduler, [0])
     laid_out = []
-    files_for = storage.files_for
+    files_for = component.files_for
 
     def noted(*args, **kwargs):
         laid_out.append(args[1])
@@ -270,13 +271,13 @@ def test_a_layout_is_made_again_only_for_tensors_that_are_not_alike(tmp_path):
 
     def save(tag, **changed):
         del laid_out[:]
-        with patch.object(storage, "files_for", noted), patch.multiple(sizes, **changed or {"FILE_COUNT": 32}):
+        with patch.object(component, "files_for", noted), patch.multiple(sizes, **changed or {"FILE_COUNT": 32}):
             path = Path(strategy.save_ckpt(model, tmp_path, tag))
         dist.barrier()
         assert verify_checkpoint(path).ok
         return list(laid_out), contents(path)
 
-    storage._layouts.clear()
+    component._layouts.clear()
     made, first = save("one")
     assert made == ["model", "optimizer"]
     made, second = save("two")
@@ -287,7 +288,7 @@ def test_a_layout_is_made_again_only_for_tensors_that_are_not_alike(tmp_path):
     model.to(torch.float64)
     model_state(model).set(shard._DTYPES, {})
     assert save("other dtype")[0] == ["model"]
-    assert len(storage._layouts) == 5
+    assert len(component._layouts) == 5
     strategy.load_ckpt(model, tmp_path, tag="small files")
 
 

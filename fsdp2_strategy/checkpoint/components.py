@@ -26,7 +26,7 @@ from fsdp2_strategy.checkpoint.file_schemas import STATE_BYTES
 from fsdp2_strategy.checkpoint.load_options import NOT_STRICT
 from fsdp2_strategy.checkpoint.paths import TRAINABLE, WRAPPER, CheckpointPaths
 from fsdp2_strategy.checkpoint.reader import opened_around
-from fsdp2_strategy.checkpoint.storage import Component, LoadTargets, stored_in, targets_by_name
+from fsdp2_strategy.checkpoint.storage import LoadTargets, stored_in, targets_by_name
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.library_internals import names_not_saved
@@ -42,6 +42,7 @@ from fsdp2_strategy.hf.weights_folder import WeightsSource, folder_of, open_fold
 from fsdp2_strategy.model.fsdp_state import class_name
 from fsdp2_strategy.model.names import named_parameters, persistent_buffers
 from fsdp2_strategy.model.state import Slot, model_state
+from fsdp2_strategy.storage.component import Component
 from fsdp2_strategy.storage.json_files import write_text
 from fsdp2_strategy.storage.regions import Region
 

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
-from fsdp2_strategy.checkpoint.file_schemas import damage
 from fsdp2_strategy.checkpoint.paths import DATA
 from fsdp2_strategy.checkpoint.training_state import require_saved
 from fsdp2_strategy.distributed.process_group import data_size
 from fsdp2_strategy.errors import CheckpointError, shown
+from fsdp2_strategy.storage.checksum_manifests import damage
 from fsdp2_strategy.storage.json_files import check_json
 from fsdp2_strategy.storage.safetensors_format import tensors_in
 from fsdp2_strategy.storage.schema import InvalidError, json_value, parse_json

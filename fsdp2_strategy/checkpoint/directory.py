@@ -17,17 +17,14 @@ directories that this package made are deleted; links and other directories with
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from fsdp2_strategy import sizes
 from fsdp2_strategy.checkpoint.deletion import bytes_in, delete, delete_partial, hide
-from fsdp2_strategy.checkpoint.file_schemas import CHECKSUMS_BYTES, MAX_SEQUENCE, parse_checksums, read_small_file
+from fsdp2_strategy.checkpoint.file_schemas import MAX_SEQUENCE, read_small_file
 from fsdp2_strategy.checkpoint.listing import (
     FORMAT,
     FORMAT_VERSION,
@@ -60,7 +57,8 @@ from fsdp2_strategy.checkpoint.paths import (
 from fsdp2_strategy.checkpoint.signature import SIGNATURE, sha256_of, signature_of
 from fsdp2_strategy.distributed.log import logger
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.storage.checksums import ALGORITHM, Block, digest_of
+from fsdp2_strategy.storage.checksum_manifests import CHECKSUMS_BYTES, checksum_manifest, parse_checksums
+from fsdp2_strategy.storage.checksums import Block, digest_of
 from fsdp2_strategy.storage.json_files import fsync, write_bytes, write_json
 
 NOT_CHECKPOINTS = (LOCK, *(f".*{suffix}/*" for suffix in (PARTIAL, REPLACED, REMOVED)))
@@ -173,17 +171,7 @@ def write_checksums(partial: CheckpointPaths, rank: int, blocks: Mapping[Path, S
     Returns:
         The digest of the checksum manifest, and its SHA-256 digest.
     """
-    manifest: dict[str, Any] = {
-        "algorithm": ALGORITHM,
-        "block_bytes": sizes.BLOCK_BYTES,
-        "blocks": {
-            partial.name_of(path): [list(astuple(b)[: 5 if b.stride else 3]) for b in sorted(of_file)]
-            for path, of_file in sorted(blocks.items())
-        },
-    }
-    if any(block.sha256 for of_file in blocks.values() for block in of_file):
-        manifest["sha256"] = {partial.name_of(path): [b.sha256 for b in sorted(of)] for path, of in blocks.items()}
-    content = (json.dumps(manifest, separators=(",", ":")) + "\n").encode()
+    content = checksum_manifest({partial.name_of(path): of_file for path, of_file in blocks.items()})
     write_bytes(partial.rank_file(CHECKSUMS, rank), content)
     return digest_of(content), sha256_of(content)
 

@@ -52,7 +52,7 @@ from textwrap import shorten
 from typing import Any
 
 from fsdp2_strategy.checkpoint.file_schemas import MANIFEST as MANIFEST_SCHEMA
-from fsdp2_strategy.checkpoint.file_schemas import MANIFEST_BYTES, damage, read_small_file
+from fsdp2_strategy.checkpoint.file_schemas import MANIFEST_BYTES, read_small_file
 from fsdp2_strategy.checkpoint.paths import (
     CHECKSUMS,
     MANIFEST,
@@ -70,6 +70,7 @@ from fsdp2_strategy.checkpoint.paths import (
 )
 from fsdp2_strategy.checkpoint.signature import check_signature, read_key
 from fsdp2_strategy.errors import CheckpointError, DamageError, shown
+from fsdp2_strategy.storage.checksum_manifests import damage
 from fsdp2_strategy.storage.checksums import digest_of
 from fsdp2_strategy.storage.file_reads import read_file, size_of_file
 from fsdp2_strategy.storage.schema import InvalidError, parse_json

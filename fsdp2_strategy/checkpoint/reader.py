@@ -28,17 +28,13 @@ from typing import Any
 
 from fsdp2_strategy import sizes
 from fsdp2_strategy.checkpoint.file_schemas import (
-    CHECKSUMS_BYTES,
     STATE_BYTES,
     STATE_OF_MODEL,
     STATE_OF_ONLY_MODEL,
     STATE_OF_RUN,
-    damage,
-    parse_checksums,
     parse_state,
     read_small_file,
 )
-from fsdp2_strategy.checkpoint.json_values import from_json_values
 from fsdp2_strategy.checkpoint.listing import models_in, read_manifest
 from fsdp2_strategy.checkpoint.paths import (
     CHECKSUMS,
@@ -53,8 +49,10 @@ from fsdp2_strategy.checkpoint.paths import (
 from fsdp2_strategy.checkpoint.signature import SIGNATURE, check_signature, sha256_of
 from fsdp2_strategy.errors import CheckpointError, DamageError
 from fsdp2_strategy.hf.weights_folder import INDEX_BYTES
+from fsdp2_strategy.storage.checksum_manifests import CHECKSUMS_BYTES, damage, parse_checksums
 from fsdp2_strategy.storage.checksums import Block, CheckedRange, Checksums, digest_of
 from fsdp2_strategy.storage.file_reads import SourceFile, size_of_file
+from fsdp2_strategy.storage.json_values import from_json_values
 from fsdp2_strategy.storage.safetensors_format import MAX_HEADER_BYTES, Entry, read_header, read_into
 from fsdp2_strategy.storage.schema import InvalidError, Schema
 

@@ -43,7 +43,7 @@ from fsdp2_strategy.checkpoint.rotation import check_space, checkpoints_to_delet
 from fsdp2_strategy.checkpoint.save_request import SaveRequest
 from fsdp2_strategy.checkpoint.several_models import ONLY, Models, for_each, models_by_name
 from fsdp2_strategy.checkpoint.signature import read_key
-from fsdp2_strategy.checkpoint.storage import Component, stage_gathered, stage_local, write_components
+from fsdp2_strategy.checkpoint.storage import stage_gathered, stage_local, write_components
 from fsdp2_strategy.checkpoint.trainable_only import LeftOut
 from fsdp2_strategy.checkpoint.training_state import (
     optimizer_hyper,
@@ -63,6 +63,7 @@ from fsdp2_strategy.model.ranks import on_model_ranks
 from fsdp2_strategy.model.shards import shard_size_of_model
 from fsdp2_strategy.optim.schedule import check_schedule_of
 from fsdp2_strategy.storage.checksums import blocks_of, blocks_of_file
+from fsdp2_strategy.storage.component import Component
 from fsdp2_strategy.storage.json_files import as_json, check_json, write_bytes, write_text
 
 

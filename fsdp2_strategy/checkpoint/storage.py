@@ -7,10 +7,6 @@ files and checksums; for a load, filled tensors.
 ranks times the number of tensors. So these planners get an empty state dict here, and each rank plans its own writes.
 Offsets follow from names, shapes and dtypes, which are the same on all ranks. A rank sends only a digest of the file
 headers, and the coordinator compares the digests. torch runs the phases, and raises errors on all ranks.
-
-[Note: layout cache] A layout contains no values, and a run saves the same models and optimizers many times. So the most
-recently used layouts are cached. The key contains everything that a layout depends on: the arguments of
-`Layout.of`, the rank and the limits in `sizes`; of the tensors only names, shapes, dtypes and placements.
 """
 
 from __future__ import annotations
@@ -21,8 +17,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,27 +29,21 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from fsdp2_strategy import sizes
 from fsdp2_strategy.checkpoint.paths import CheckpointPaths
 from fsdp2_strategy.distributed.agreement import all_or_none, error_text
 from fsdp2_strategy.distributed.process_group import group_in_use, rank, world_size
 from fsdp2_strategy.errors import CheckpointError, DamageError, some
 from fsdp2_strategy.hf.mismatches import CHECKPOINT, describe_shapes
 from fsdp2_strategy.storage.checksums import Block, Checksums, blocks_of
+from fsdp2_strategy.storage.component import Component
 from fsdp2_strategy.storage.file_reads import repeated
-from fsdp2_strategy.storage.output_files import File, check_shared_folder, create_files, file_bytes, files_for, index_of
+from fsdp2_strategy.storage.output_files import check_shared_folder, create_files, index_of
 from fsdp2_strategy.storage.regions import Region
-from fsdp2_strategy.storage.safetensors_format import CONVERTED, Entry, read_header
+from fsdp2_strategy.storage.safetensors_format import Entry, read_header
 from fsdp2_strategy.storage.shares import (
-    Share,
     gathered_write_requests,
-    needs_gather,
-    own_shares,
-    values_of_shares,
-    write_requests,
 )
 from fsdp2_strategy.storage.verified_read import Reader, ReadRequest
 from fsdp2_strategy.storage.write import WriteRequest, force_to_disk, write_all
@@ -63,131 +52,7 @@ LoadTargets = Sequence[tuple[str, Region, torch.Tensor]]
 """Tensors to fill, each with its name and the location of its values in files."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """The files of a folder, and this rank's share of them; does not depend on the tensors' values."""
-
-    regions: Mapping[str, Region]
-    """All tensors of the files, by name in the files; their sources are names in `Component.tensors`."""
-    files: Sequence[File]
-    """Paths are relative to the folder."""
-    gathered: Mapping[str, Region]
-    """The regions that are written from gathered full tensors; ranks write the others without a gather."""
-    shares: Sequence[Share]
-    """The boxes of the other regions that this rank writes."""
-
-    @classmethod
-    def of(
-        cls,
-        tensors: Mapping[str, torch.Tensor],
-        regions: Mapping[str, Region] | None,
-        stem: str,
-        max_file_bytes: int | None,
-        metadata: Mapping[str, str],
-    ) -> Layout:
-        """Return the layout of a folder, from the cache if possible; see [Note: layout cache]."""
-        kind = (stem, max_file_bytes, *metadata.items(), sizes.FILE_COUNT, sizes.FILE_BYTES, sizes.MIN_FILE_LIMIT_BYTES)
-        key = (*kind, sizes.SHORTEST_RUN_BYTES, sizes.BLOCK_BYTES, rank(), id(regions), *_layout_key(tensors))
-        if key in _layouts:
-            _layouts[key] = _layouts.pop(key)  # most recently used last
-        else:
-            while len(_layouts) >= _MAX_LAYOUTS:
-                del _layouts[next(iter(_layouts))]
-            given = regions
-            if regions is None:
-                regions = {name: Region.of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-            regions = dict(sorted(regions.items()))
-            files = files_for(Path(), stem, regions, max_file_bytes or file_bytes(regions), metadata=metadata)
-            direct = {name: region for name, region in regions.items() if not needs_gather(region, tensors)}
-            gathered = {name: region for name, region in regions.items() if name not in direct}
-            _layouts[key] = given, cls(regions, files, gathered, own_shares(direct, tensors))
-        return _layouts[key][1]
-
-
-_MAX_LAYOUTS = 16
-"""Maximum number of layouts in the cache; each component has one. A layout takes about a kilobyte per tensor."""
-_layouts: dict[object, tuple[object, Layout]] = {}
-"""The cache. An entry also keeps the regions that were passed in, because their `id` in the key must not be reused."""
-
-
-def _layout_key(tensors: Mapping[str, torch.Tensor]) -> Iterator[object]:
-    """Yield the properties of the tensors that determine a layout."""
-    positions: dict[int, object] = {}
-    for name, tensor in tensors.items():
-        yield name, tensor.shape, tensor.dtype
-        if isinstance(tensor, DTensor):
-            mesh = tensor.device_mesh
-            if id(mesh) not in positions:
-                positions[id(mesh)] = (mesh.shape, tuple(mesh.get_coordinate() or ()))
-            yield positions[id(mesh)], tensor.placements
-
-
-@dataclass(frozen=True)
-class Component:
-    """One component of a checkpoint: a folder of files, and the tensors to write to it."""
-
-    folder: Path
-    stem: str
-    tensors: Mapping[str, torch.Tensor]
-    layout: Layout
-    staged: Sequence[torch.Tensor] | None = None
-    """Copies of the values of the layout's shares, in an asynchronous save."""
-    staged_gathered: Sequence[WriteRequest] = ()
-    """Write requests for this rank's share of the gathered regions, with copied values, in an asynchronous save."""
-    is_signed: bool = False
-    """Whether blocks get SHA-256 digests, too; see [Note: signature] in `signature`."""
-
-    @classmethod
-    def of(
-        cls,
-        folder: Path,
-        tensors: Mapping[str, torch.Tensor],
-        regions: Mapping[str, Region] | None = None,
-        *,
-        stem: str = "model",
-        max_file_bytes: int | None = None,
-        metadata: Mapping[str, str] = CONVERTED,
-    ) -> Component:
-        """Lay out a folder. Only names and full sizes decide which tensor is in which file.
-
-        Args:
-            folder: the folder of the files.
-            tensors: the tensors to write, by the names that ``regions`` uses for its sources.
-            regions: the tensors of the files, by name in the files; by default ``tensors`` unchanged.
-            stem: prefix of the file names.
-            max_file_bytes: limit in bytes for one file; by default small enough that ranks write several files at once.
-            metadata: metadata of the file headers.
-        """
-        return cls(folder, stem, tensors, Layout.of(tensors, regions, stem, max_file_bytes, metadata))
-
-    @cached_property
-    def files(self) -> list[File]:
-        """The files, with paths in the folder."""
-        return [file.moved_to(self.folder) for file in self.layout.files]
-
-    @cached_property
-    def entries(self) -> dict[str, Entry]:
-        """The location of each tensor in the files, by name in the files."""
-        return {name: entry for file in self.files for name, entry in file.entries.items()}
-
-    def values(self) -> Sequence[torch.Tensor]:
-        """Return the values of the layout's shares, in their order."""
-        if self.staged is not None:
-            return self.staged
-        return [values for found in values_of_shares(self.layout.shares, self.tensors) for _, values in found]
-
-    def write_requests(self) -> list[WriteRequest]:
-        """Return the write requests of this rank whose values need no gather, or have been gathered already."""
-        shares = zip(self.layout.shares, self.values(), strict=True)
-        return [*write_requests(shares, self.entries), *self.staged_gathered]
-
-    @property
-    def total_bytes(self) -> int:
-        """Total size of the files."""
-        return sum(file.nbytes for file in self.layout.files)
-
-
-class SafetensorsWriter(StorageWriter):
+class ComponentWriter(StorageWriter):
     """Write components; each rank writes its byte ranges directly into the shared files.
 
     Args:
@@ -271,7 +136,7 @@ class SafetensorsWriter(StorageWriter):
         return False
 
 
-class SafetensorsReader(StorageReader):
+class RequestReader(StorageReader):
     """Carry out read requests; each rank reads its byte ranges directly into its shards.
 
     Args:
@@ -359,7 +224,7 @@ def write_components(components: Sequence[Component]) -> dict[Path, list[Block]]
     Returns:
         The checksums of the tensors' bytes that this rank wrote, by file; on rank 0, also those of all headers.
     """
-    writer = SafetensorsWriter(components)
+    writer = ComponentWriter(components)
     with convert_dcp_errors():
         save({}, storage_writer=writer, process_group=group_in_use(), no_dist=not dist.is_initialized())
     for component in components:
@@ -417,7 +282,7 @@ def read_all(requests: Sequence[ReadRequest], checksums: Checksums | None, label
     Raises:
         DamageError: on every rank: a file cannot be read, or its bytes do not match their checksum.
     """
-    reader = SafetensorsReader(requests, checksums, label)
+    reader = RequestReader(requests, checksums, label)
     with convert_dcp_errors(DamageError):
         load({}, storage_reader=reader, process_group=group_in_use(), no_dist=not dist.is_initialized())
 

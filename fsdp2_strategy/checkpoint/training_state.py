@@ -23,7 +23,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from fsdp2_strategy.checkpoint.json_values import as_json_values, from_json_values
 from fsdp2_strategy.checkpoint.load_options import NO_OPTIMIZER, NO_SCHEDULER, NOT_STRICT
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.torch_internals import local_of
@@ -35,6 +34,7 @@ from fsdp2_strategy.model.swapped_weights import check_own_weights
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.optim.masters import FSDPadaptOptimizer
 from fsdp2_strategy.storage.json_files import check_json
+from fsdp2_strategy.storage.json_values import as_json_values, from_json_values
 
 _T = TypeVar("_T")
 

@@ -26,7 +26,6 @@ from fsdp2_strategy.checkpoint.components import (
 from fsdp2_strategy.checkpoint.layout import Layout
 from fsdp2_strategy.checkpoint.listing import LAST
 from fsdp2_strategy.checkpoint.paths import MODEL, TRAINING_STEP, CheckpointPaths, LayoutKind
-from fsdp2_strategy.checkpoint.storage import Component
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.errors import CheckpointError, ConfigError
 from fsdp2_strategy.hf.peft.files import AdapterFiles
@@ -38,6 +37,7 @@ from fsdp2_strategy.hf.weights_folder import folder_of
 from fsdp2_strategy.integrations.lerobot.gathered_policy import gathered_policy, save_with_own_method
 from fsdp2_strategy.model.master_weights import masters_of
 from fsdp2_strategy.model.names import named_parameters
+from fsdp2_strategy.storage.component import Component
 from fsdp2_strategy.storage.json_files import as_json, check_json, write_json
 from fsdp2_strategy.storage.regions import Region
 

@@ -1,0 +1,157 @@
+"""Lay out a folder of safetensors files, and find this rank's share of them.
+
+Input: tensors of any model, and the regions of the files. Output: a `Component`: the files, and this rank's write
+requests.
+
+[Note: layout cache] A layout contains no values, and a run saves the same models and optimizers many times. So the most
+recently used layouts are cached. The key contains everything that a layout depends on: the arguments of
+`FileLayout.of`, the rank and the limits in `sizes`; of the tensors only names, shapes, dtypes and placements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdp2_strategy import sizes
+from fsdp2_strategy.distributed.process_group import rank
+from fsdp2_strategy.storage.output_files import File, file_bytes, files_for
+from fsdp2_strategy.storage.regions import Region
+from fsdp2_strategy.storage.safetensors_format import CONVERTED, Entry
+from fsdp2_strategy.storage.shares import (
+    Share,
+    needs_gather,
+    own_shares,
+    values_of_shares,
+    write_requests,
+)
+from fsdp2_strategy.storage.write import WriteRequest
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """The files of a folder, and this rank's share of them; does not depend on the tensors' values."""
+
+    regions: Mapping[str, Region]
+    """All tensors of the files, by name in the files; their sources are names in `Component.tensors`."""
+    files: Sequence[File]
+    """Paths are relative to the folder."""
+    gathered: Mapping[str, Region]
+    """The regions that are written from gathered full tensors; ranks write the others without a gather."""
+    shares: Sequence[Share]
+    """The boxes of the other regions that this rank writes."""
+
+    @classmethod
+    def of(
+        cls,
+        tensors: Mapping[str, torch.Tensor],
+        regions: Mapping[str, Region] | None,
+        stem: str,
+        max_file_bytes: int | None,
+        metadata: Mapping[str, str],
+    ) -> FileLayout:
+        """Return the layout of a folder, from the cache if possible; see [Note: layout cache]."""
+        kind = (stem, max_file_bytes, *metadata.items(), sizes.FILE_COUNT, sizes.FILE_BYTES, sizes.MIN_FILE_LIMIT_BYTES)
+        key = (*kind, sizes.SHORTEST_RUN_BYTES, sizes.BLOCK_BYTES, rank(), id(regions), *_layout_key(tensors))
+        if key in _layouts:
+            _layouts[key] = _layouts.pop(key)  # most recently used last
+        else:
+            while len(_layouts) >= _MAX_LAYOUTS:
+                del _layouts[next(iter(_layouts))]
+            given = regions
+            if regions is None:
+                regions = {name: Region.of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+            regions = dict(sorted(regions.items()))
+            files = files_for(Path(), stem, regions, max_file_bytes or file_bytes(regions), metadata=metadata)
+            direct = {name: region for name, region in regions.items() if not needs_gather(region, tensors)}
+            gathered = {name: region for name, region in regions.items() if name not in direct}
+            _layouts[key] = given, cls(regions, files, gathered, own_shares(direct, tensors))
+        return _layouts[key][1]
+
+
+_MAX_LAYOUTS = 16
+"""Maximum number of layouts in the cache; each component has one. A layout takes about a kilobyte per tensor."""
+_layouts: dict[object, tuple[object, FileLayout]] = {}
+"""The cache. An entry also keeps the regions that were passed in, because their `id` in the key must not be reused."""
+
+
+def _layout_key(tensors: Mapping[str, torch.Tensor]) -> Iterator[object]:
+    """Yield the properties of the tensors that determine a layout."""
+    positions: dict[int, object] = {}
+    for name, tensor in tensors.items():
+        yield name, tensor.shape, tensor.dtype
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            if id(mesh) not in positions:
+                positions[id(mesh)] = (mesh.shape, tuple(mesh.get_coordinate() or ()))
+            yield positions[id(mesh)], tensor.placements
+
+
+@dataclass(frozen=True)
+class Component:
+    """One component of a checkpoint: a folder of files, and the tensors to write to it."""
+
+    folder: Path
+    stem: str
+    tensors: Mapping[str, torch.Tensor]
+    layout: FileLayout
+    staged: Sequence[torch.Tensor] | None = None
+    """Copies of the values of the layout's shares, in an asynchronous save."""
+    staged_gathered: Sequence[WriteRequest] = ()
+    """Write requests for this rank's share of the gathered regions, with copied values, in an asynchronous save."""
+    is_signed: bool = False
+    """Whether blocks get SHA-256 digests, too; see [Note: signature] in `signature`."""
+
+    @classmethod
+    def of(
+        cls,
+        folder: Path,
+        tensors: Mapping[str, torch.Tensor],
+        regions: Mapping[str, Region] | None = None,
+        *,
+        stem: str = "model",
+        max_file_bytes: int | None = None,
+        metadata: Mapping[str, str] = CONVERTED,
+    ) -> Component:
+        """Lay out a folder. Only names and full sizes decide which tensor is in which file.
+
+        Args:
+            folder: the folder of the files.
+            tensors: the tensors to write, by the names that ``regions`` uses for its sources.
+            regions: the tensors of the files, by name in the files; by default ``tensors`` unchanged.
+            stem: prefix of the file names.
+            max_file_bytes: limit in bytes for one file; by default small enough that ranks write several files at once.
+            metadata: metadata of the file headers.
+        """
+        return cls(folder, stem, tensors, FileLayout.of(tensors, regions, stem, max_file_bytes, metadata))
+
+    @cached_property
+    def files(self) -> list[File]:
+        """The files, with paths in the folder."""
+        return [file.moved_to(self.folder) for file in self.layout.files]
+
+    @cached_property
+    def entries(self) -> dict[str, Entry]:
+        """The location of each tensor in the files, by name in the files."""
+        return {name: entry for file in self.files for name, entry in file.entries.items()}
+
+    def values(self) -> Sequence[torch.Tensor]:
+        """Return the values of the layout's shares, in their order."""
+        if self.staged is not None:
+            return self.staged
+        return [values for found in values_of_shares(self.layout.shares, self.tensors) for _, values in found]
+
+    def write_requests(self) -> list[WriteRequest]:
+        """Return the write requests of this rank whose values need no gather, or have been gathered already."""
+        shares = zip(self.layout.shares, self.values(), strict=True)
+        return [*write_requests(shares, self.entries), *self.staged_gathered]
+
+    @property
+    def total_bytes(self) -> int:
+        """Total size of the files."""
+        return sum(file.nbytes for file in self.layout.files)
