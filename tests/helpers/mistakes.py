@@ -65,8 +65,10 @@ class Mistake:
     section: str
     message: str
     """A part of the message, as the user reads it."""
-    cause: str
     fix: str
+    """What the page says about the message; empty: the message says it itself, and the page omits it."""
+    quote: str
+    """The part of `message` that the page quotes."""
     make: Callable[[Path], object]
     error: type[Exception] | None
     """None: a warning is logged on rank 0."""
@@ -79,14 +81,16 @@ MISTAKES: dict[str, Mistake] = {}
 _section = [""]
 
 
-def mistake(message: str, error: type[Exception] | None, cause: str, fix: str, *, loses_a_rank: bool = False):
+def mistake(message: str, error: type[Exception] | None, fix: str, *, quote: str = "", loses_a_rank: bool = False):
+    assert quote in message, quote
+
     def register(make):
         assert make.__name__ not in MISTAKES, make.__name__
         MISTAKES[make.__name__] = Mistake(
             section=_section[0],
             message=message,
-            cause=cause,
             fix=fix,
+            quote=quote or message,
             make=make,
             error=error,
             loses_a_rank=loses_a_rank,
@@ -99,22 +103,20 @@ def mistake(message: str, error: type[Exception] | None, cause: str, fix: str, *
 SYMPTOMS = """\
 ## Symptoms
 
-| Symptom | Cause | What to do |
-|---|---|---|
-| The run hangs. | Ranks wait in different calls. For example, one rank alone calls `save_ckpt`, and the others begin \
-the next forward pass. Both wait until `timeout_minutes` (30) have passed. | If ranks run different units, an error \
-names the units and ranks within 10 seconds. Otherwise, each rank that has waited for a minute \
-(`wait_warning_seconds`) logs a line such as "rank 0 waits in save_ckpt": the line of the program, since when, what \
-the other ranks last reported, and the file of torch's flight recorder. A rank whose report is old is stopped. Look \
-for `if rank == 0` before a [collective call](collectives.md). |
-| torchrun ends with ChildFailedError. | A rank has ended. `exitcode: -9` means that it was killed, often because the \
-host's memory was full. | The cause is in the first traceback above. |
-| The memory is full (CUDA out of memory). | Parameters, gradients, optimizer and activations of a rank do not fit. | \
-`explain` prints the memory of each rank; [memory](memory.md) says which settings change it. |
-| The loss is different on another number of ranks. | Ranks get parts of different sizes, which the loader warns of; \
-or dropout, whose random numbers depend on the rank. Sums in another order change the last digits. | Use a batch size \
-that the ranks divide, or `num_items_in_batch`: [data](data.md#another-number-of-ranks-another-batch-size). |
-| An error says "rank 1 did not make this call", and no condition is wrong. | Rank 1 was killed. | See the exit code \
+| Symptom | Cause, and what to do |
+|---|---|
+| The run hangs. | Ranks wait in different calls, until `timeout_minutes` (30) have passed. Look for `if rank == 0` \
+before a [collective call](collectives.md). If ranks run different units, an error names them within 10 seconds. \
+Otherwise, each rank that has waited for a minute (`wait_warning_seconds`) logs the call, the line of the program, \
+what the other ranks last reported, and the file of torch's flight recorder. A rank whose report is old is stopped. |
+| torchrun ends with ChildFailedError. | The cause is in the first traceback above. `exitcode: -9`: a rank was killed, \
+often because the host's memory was full. |
+| The memory is full (CUDA out of memory). | `explain` prints the memory of each rank; [memory](memory.md) says which \
+settings change it. |
+| The loss is different on another number of ranks. | Parts have different sizes, which the loader warns of: use a \
+batch size that the ranks divide, or [`num_items_in_batch`](data.md#another-number-of-ranks-another-batch-size). Or \
+dropout, whose random numbers depend on the rank. Sums in another order change the last digits. |
+| An error says "rank 1 did not make this call", and no condition is wrong. | Rank 1 was killed: see the exit code \
 that torchrun prints. |
 """.splitlines()
 """What is seen without a message of this package, by the words that users search for."""
@@ -125,20 +127,22 @@ def page(mistakes: Iterable[Mistake] = MISTAKES.values()) -> str:
     lines = [
         "# Troubleshooting",
         "",
-        "Symptoms and messages of mistakes that are easily made, their causes, and what to do. Each message is tested",
-        "on two ranks: every rank raises the error, before anything is lost. If ranks wait in different collectives,",
-        "they hear of it when one of them ends, or at the time-out. The tables quote parts of messages: search for",
-        "them in your log.",
+        "Messages of mistakes that are easily made, and what to do. Search for a part of your message; names and",
+        "numbers in it may differ. Messages that say what to do, such as those with 'Did you mean', are not listed.",
+        "All are tested on two ranks: every rank raises the error, before anything is lost. If ranks wait in different",
+        "collectives, they hear of it when one of them ends, or at the time-out.",
         "",
         *SYMPTOMS,
     ]
     section = ""
     for each in mistakes:
+        if not each.fix:
+            continue
         if each.section != section:
             section = each.section
-            lines += ["", f"## {section}", "", "| Message | Cause | What to do |", "|---|---|---|"]
+            lines += ["", f"## {section}", "", "| Message | What to do |", "|---|---|"]
         kind = "warning" if each.error is None else each.error.__name__
-        lines.append(f"| {kind}: {each.message} | {each.cause} | {each.fix} |")
+        lines.append(f"| {kind}: {each.quote} | {each.fix} |")
     return "\n".join(lines) + "\n"
 
 
@@ -173,8 +177,7 @@ _section[0] = "Configuration"
 @mistake(
     "cannot call FSDPV2Strategy: 'max_nrom' is not an argument",
     ArgumentError,
-    "The name of an argument is mistyped.",
-    "Use the name that the message suggests.",
+    "",
 )
 def a_mistyped_argument_of_the_constructor(folder):
     FSDPV2Strategy(max_nrom=1.0)
@@ -183,8 +186,7 @@ def a_mistyped_argument_of_the_constructor(folder):
 @mistake(
     "cannot call load_ckpt: 'load_modul_only' is not an argument",
     ArgumentError,
-    "The name of an argument is mistyped.",
-    "Use the name that the message suggests.",
+    "",
 )
 def a_mistyped_argument_of_a_method(folder):
     strategy, model, *_ = saved(folder)
@@ -194,8 +196,7 @@ def a_mistyped_argument_of_a_method(folder):
 @mistake(
     "cannot configure: pp_size is 2, expected None or 0 or 1",
     ConfigError,
-    "The trainer's arguments request pipeline parallelism.",
-    "Remove the option. The same holds for `grad_accum_dtype`.",
+    "Pipeline parallelism is not supported. Remove the option; the same holds for `grad_accum_dtype`.",
 )
 def a_capability_that_we_lack(folder):
     FSDPV2Strategy(args=Namespace(pp_size=2))
@@ -204,8 +205,8 @@ def a_capability_that_we_lack(folder):
 @mistake(
     "cannot train: sequence_parallel_size is 3, expected a divisor of the number of ranks 2",
     MeshError,
-    "The ranks cannot be divided into groups that share sequences.",
-    "Use a divisor of the number of ranks.",
+    "Use a divisor of the number of ranks; so for `tensor_parallel_size` and `shard_size`.",
+    quote="sequence_parallel_size is 3, expected a divisor of the number of ranks 2",
 )
 def a_sequence_parallel_size_that_does_not_divide_the_ranks(folder):
     FSDPV2Strategy(args=Namespace(sp_size=3))
@@ -214,8 +215,7 @@ def a_sequence_parallel_size_that_does_not_divide_the_ranks(folder):
 @mistake(
     "cannot train: tensor_parallel_size is 3, expected a divisor of the number of ranks 2",
     MeshError,
-    "The ranks cannot be divided into groups that share layers.",
-    "Use a divisor of the number of ranks.",
+    "",
 )
 def a_tensor_parallel_size_that_does_not_divide_the_ranks(folder):
     FSDPV2Strategy(args=Namespace(tp_size=3))
@@ -224,8 +224,8 @@ def a_tensor_parallel_size_that_does_not_divide_the_ranks(folder):
 @mistake(
     "cannot split the layers of Linear: it has no plan for tensor parallelism",
     ShardError,
-    "`tensor_parallel_size` is above 1, and the layers of this model cannot be split; the message says why.",
     "Pass `tensor_parallel_plan`, or set `tensor_parallel_size=1`.",
+    quote="it has no plan for tensor parallelism",
 )
 def a_model_without_a_plan_for_its_layers(folder):
     strategy_for(tensor_parallel_size=2).prepare_model(nn.Linear(4, 4), is_training=True)
@@ -234,8 +234,7 @@ def a_model_without_a_plan_for_its_layers(folder):
 @mistake(
     "sequence_parallel_size is 2 and sp_size is 4, expected one value",
     ConfigError,
-    "Two names of one setting have different values.",
-    "Set only `sequence_parallel_size`.",
+    "",
 )
 def two_sequence_parallel_sizes(folder):
     FSDPV2Strategy(args=Namespace(sequence_parallel_size=2, sp_size=4))
@@ -244,8 +243,8 @@ def two_sequence_parallel_sizes(folder):
 @mistake(
     "cannot configure: max_norm is 1.0 and max_grad_norm is 0.5, expected one value",
     ConfigError,
-    "Two names of one setting have different values.",
-    "Set only `max_norm`.",
+    "Two names of one setting have different values. Set one of them.",
+    quote="max_norm is 1.0 and max_grad_norm is 0.5, expected one value",
 )
 def two_values_of_one_setting(folder):
     FSDPV2Strategy(args=Namespace(max_norm=1.0, max_grad_norm=0.5))
@@ -254,7 +253,6 @@ def two_values_of_one_setting(folder):
 @mistake(
     "cannot accumulate: gradient_accumulation_steps is 3, expected 2",
     ConfigError,
-    "Batch size and accumulation contradict each other.",
     "Set only one of `train_batch_size` and `gradient_accumulation_steps`.",
 )
 def accumulation_that_contradicts_the_batch_size(folder):
@@ -265,9 +263,9 @@ def accumulation_that_contradicts_the_batch_size(folder):
     "Use 8 or 12; a run that is resumed with another train_batch_size needs load_data_position='samples', to continue "
     "at the same sample. To keep train_batch_size, use 1 or 3 ranks with micro_train_batch_size 1.",
     ConfigError,
-    "The global batch cannot be split into equal micro-batches on all ranks, perhaps because a run is resumed on "
-    "another number of ranks.",
-    "Use a size, or a number of ranks, that the message names.",
+    "The ranks cannot split the global batch into equal micro-batches. Use a size, or a number of ranks, that "
+    "the message names.",
+    quote="To keep train_batch_size, use",
 )
 def a_batch_size_that_the_ranks_cannot_share(folder):
     FSDPV2Strategy(micro_train_batch_size=2, train_batch_size=9)
@@ -276,8 +274,7 @@ def a_batch_size_that_the_ranks_cannot_share(folder):
 @mistake(
     "cannot configure: 'max_nrom' is not a field of StrategyConfig",
     ConfigError,
-    "A key of the YAML file is mistyped.",
-    "Use the name that the message suggests.",
+    "",
 )
 def a_mistyped_key_in_yaml(folder):
     on_rank_0(lambda: (folder / "config.yaml").write_text("max_nrom: 1.0\n"))
@@ -287,8 +284,7 @@ def a_mistyped_key_in_yaml(folder):
 @mistake(
     "cannot configure: max_norm is '1e-3', expected a finite number",
     ConfigError,
-    "YAML reads `1e-3` as a string.",
-    "Write `1.0e-3`.",
+    "YAML reads `1e-3` as a string. Write `1.0e-3`, or convert it with `float`.",
 )
 def a_number_that_yaml_reads_as_text(folder):
     on_rank_0(lambda: (folder / "config.yaml").write_text("max_norm: 1e-3\n"))
@@ -298,8 +294,7 @@ def a_number_that_yaml_reads_as_text(folder):
 @mistake(
     "cannot configure: bf16 is 'yes', expected true or false",
     ConfigError,
-    "A switch is given as text.",
-    "Pass a bool.",
+    "",
 )
 def a_switch_as_text(folder):
     FSDPV2Strategy(bf16="yes")
@@ -308,8 +303,7 @@ def a_switch_as_text(folder):
 @mistake(
     "cannot configure: args is a str",
     ConfigError,
-    "`args` is not the namespace of the trainer's arguments.",
-    "Pass the result of argparse.",
+    "Pass the namespace that argparse returns.",
 )
 def arguments_as_text(folder):
     FSDPV2Strategy(args="--bf16")
@@ -318,8 +312,8 @@ def arguments_as_text(folder):
 @mistake(
     "StrategyConfig has no field 'kl_estimatr', and the trainer's arguments did not contain it.",
     AttributeError,
-    "An option is read from `strategy.config` that nobody set.",
-    "Use the name that the message suggests, or add the option to the trainer's arguments.",
+    "Add the option to the trainer's arguments, or correct its name.",
+    quote="StrategyConfig has no field 'kl_estimatr'",
 )
 def an_option_that_nobody_set(folder):
     FSDPV2Strategy(args=Namespace(kl_estimator="k3")).config.kl_estimatr  # noqa: B018
@@ -328,8 +322,7 @@ def an_option_that_nobody_set(folder):
 @mistake(
     "cannot build a mesh: shard_size is 3, expected a divisor of the world size 2",
     MeshError,
-    "The ranks cannot be split into groups of this size.",
-    "Use a divisor of the number of ranks, or -1 for all.",
+    "",
 )
 def a_shard_size_that_does_not_divide_the_ranks(folder):
     strategy_for().prepare_model(build("llama"), shard_size=3)
@@ -338,8 +331,8 @@ def a_shard_size_that_does_not_divide_the_ranks(folder):
 @mistake(
     "cannot make a strategy: fsdp is false, which selects DeepSpeed in LightRFT",
     ConfigError,
-    "LightRFT's script is started without `--fsdp`.",
-    "Pass `--fsdp`.",
+    "Start LightRFT's script with `--fsdp`.",
+    quote="fsdp is false, which selects DeepSpeed in LightRFT",
 )
 def a_script_that_asks_for_deepspeed(folder):
     get_strategy(Namespace(fsdp=False))
@@ -353,8 +346,8 @@ _section[0] = "Models"
 @mistake(
     "cannot prepare a model: it is 'Qwen/Qwen3-0.6B', expected an nn.Module",
     ShardError,
-    "`prepare_model` got the name of a model.",
     "Load the model first, with `from_pretrained`.",
+    quote="it is 'Qwen/Qwen3-0.6B', expected an nn.Module",
 )
 def the_name_of_a_model(folder):
     strategy_for().prepare_model("Qwen/Qwen3-0.6B")
@@ -363,8 +356,8 @@ def the_name_of_a_model(folder):
 @mistake(
     "cannot prepare a model: it is a list, expected an nn.Module",
     ShardError,
-    "`prepare_model` got several models.",
-    "Call it once for each model, or use `prepare`.",
+    "Call `prepare_model` once for each model, or use `prepare`.",
+    quote="it is a list, expected an nn.Module",
 )
 def a_list_of_models(folder):
     strategy_for().prepare_model([build("llama")])
@@ -373,7 +366,6 @@ def a_list_of_models(folder):
 @mistake(
     "the model is a DistributedDataParallel, expected a model without data parallelism",
     ShardError,
-    "The model is wrapped already.",
     "Pass the inner model, `model.module`.",
 )
 def a_model_within_ddp(folder):
@@ -383,8 +375,7 @@ def a_model_within_ddp(folder):
 @mistake(
     "match no module of LlamaForCausalLM",
     ShardError,
-    "A class name in `block_class_names` is mistyped.",
-    "Use the name that the message suggests, or leave the list empty: blocks are found by themselves.",
+    "Correct `block_class_names`, or leave it empty: blocks are found by themselves.",
 )
 def a_mistyped_class_name(folder):
     strategy_for(block_class_names=["LlamaDecoderLayr"]).prepare_model(build("llama"))
@@ -393,8 +384,8 @@ def a_mistyped_class_name(folder):
 @mistake(
     "it is already sharded for inference, without fp32 master weights",
     ShardError,
-    "The model was prepared before, without `is_training`.",
-    "Pass `is_training=True` in the first call.",
+    "Pass `is_training=True` in the first call of `prepare_model`.",
+    quote="it is already sharded for inference",
 )
 def training_after_inference(folder):
     strategy = strategy_for(bf16=True)
@@ -405,8 +396,8 @@ def training_after_inference(folder):
 @mistake(
     "since prepare_model, expected torch.float32. Do not cast the model after prepare_model",
     ShardError,
-    "`model.to(torch.bfloat16)` after `prepare_model` rounds the fp32 master weights.",
-    "Remove the call: `bf16=True` computes in bf16.",
+    "Remove the cast, which rounds the fp32 master weights: `bf16=True` computes in bf16.",
+    quote="Do not cast the model after prepare_model",
 )
 def a_cast_after_prepare(folder):
     strategy = strategy_for()
@@ -418,8 +409,8 @@ def a_cast_after_prepare(folder):
 @mistake(
     "cannot shard Linear",
     ShardError,
-    "The ranks built the model with different random seeds.",
-    "Build the model after the strategy, which seeds all ranks equally, or load the same files.",
+    "The ranks built different models. Build the model after the strategy, which seeds all ranks equally, or "
+    "load the same files.",
 )
 def other_weights_on_each_rank(folder):
     strategy = strategy_for()
@@ -430,7 +421,6 @@ def other_weights_on_each_rank(folder):
 @mistake(
     "cannot split sequences: Linear is not a model of transformers",
     SequenceError,
-    "`sequence_parallel_size` is above 1, and the sequences of this model cannot be split; the message says why.",
     "Set `sequence_parallel_size=1`.",
 )
 def a_model_whose_sequences_cannot_be_split(folder):
@@ -440,8 +430,8 @@ def a_model_whose_sequences_cannot_be_split(folder):
 @mistake(
     "cannot build an optimizer: no parameter of Linear is trainable",
     OptimizerError,
-    "All parameters are frozen.",
     "Set `requires_grad` before `prepare_model`.",
+    quote="no parameter of Linear is trainable",
 )
 def an_optimizer_without_parameters(folder):
     strategy = strategy_for()
@@ -452,8 +442,7 @@ def an_optimizer_without_parameters(folder):
 @mistake(
     "cannot build an optimizer: 'weigth_decay' is not an argument of AdamW",
     ArgumentError,
-    "The name of an option is mistyped.",
-    "Use the name that the message suggests.",
+    "",
 )
 def a_mistyped_option_of_the_optimizer(folder):
     strategy = strategy_for()
@@ -464,8 +453,7 @@ def a_mistyped_option_of_the_optimizer(folder):
 @mistake(
     "cannot build an optimizer: lr is '1e-4', expected a finite number at least 0",
     OptimizerError,
-    "YAML reads `1e-4` as text.",
-    "Write `1.0e-4`, or convert the value with `float`.",
+    "",
 )
 def a_learning_rate_as_text(folder):
     strategy = strategy_for()
@@ -476,8 +464,8 @@ def a_learning_rate_as_text(folder):
 @mistake(
     "cannot use this model: it is a generator, expected an nn.Module",
     ArgumentError,
-    "`model.parameters()` was passed in place of the model.",
-    "Pass the model; choose parameters with `param_groups`.",
+    "Pass the model, not `model.parameters()`; choose parameters with `param_groups`.",
+    quote="it is a generator, expected an nn.Module",
 )
 def parameters_in_place_of_the_model(folder):
     strategy = strategy_for()
@@ -488,8 +476,7 @@ def parameters_in_place_of_the_model(folder):
 @mistake(
     "cosin",
     OptimizerError,
-    "The name of a schedule is mistyped.",
-    "Use the name that the message suggests.",
+    "",
 )
 def a_mistyped_schedule(folder):
     strategy = strategy_for()
@@ -500,7 +487,6 @@ def a_mistyped_schedule(folder):
 @mistake(
     "cannot call save_pretrained: LlamaForCausalLM is sharded",
     CheckpointError,
-    "transformers' `save_pretrained` is called on a prepared model, whose tensors are shards.",
     "Call `strategy.save_model(model, tokenizer, output_dir)` on every rank.",
 )
 def save_pretrained_of_a_sharded_model(folder):
@@ -510,8 +496,7 @@ def save_pretrained_of_a_sharded_model(folder):
 @mistake(
     "cannot pickle the state dict of LlamaForCausalLM",
     CheckpointError,
-    "`torch.save(model.state_dict(), path)` would write one rank's shards.",
-    "Call `save_ckpt` or `save_model` on every rank.",
+    "`torch.save` would write one rank's shards. Call `save_ckpt` or `save_model` on every rank.",
 )
 def torch_save_of_a_sharded_state_dict(folder):
     model = strategy_for().prepare_model(build("llama"), is_training=True)
@@ -521,9 +506,8 @@ def torch_save_of_a_sharded_state_dict(folder):
 @mistake(
     "cannot add the module lm_head (Linear) to LlamaForCausalLM: the model is sharded",
     ShardError,
-    "A module was added after `prepare_model`: a new head, or adapters by `get_peft_model`. Each rank would train it "
-    "for itself.",
-    "Change the model before `prepare_model`.",
+    "Add heads and adapters before `prepare_model`.",
+    quote="cannot add the module lm_head (Linear) to LlamaForCausalLM",
 )
 def a_head_that_is_replaced_after_prepare_model(folder):
     strategy_for().prepare_model(build("llama"), is_training=True).lm_head = nn.Linear(4, 4)
@@ -532,7 +516,6 @@ def a_head_that_is_replaced_after_prepare_model(folder):
 @mistake(
     "cannot copy LlamaForCausalLM: it is sharded",
     ShardError,
-    "`copy.deepcopy` of a prepared model, for a reference or an average.",
     "Copy the model before `prepare_model`, and prepare the copy; or use `moving_average`.",
 )
 def a_copy_of_a_sharded_model(folder):
@@ -542,8 +525,7 @@ def a_copy_of_a_sharded_model(folder):
 @mistake(
     "cannot compute log-probabilities: the weight is a DTensor",
     LogProbError,
-    "`linear_log_probs` is called outside of a forward, where the weight of the head is sharded.",
-    "Call it in the forward of a wrapper, and pass the wrapper to `prepare_model`; or call `token_log_probs`.",
+    "Call `linear_log_probs` in the forward of a wrapper that `prepare_model` got; or call `token_log_probs`.",
 )
 def the_weight_of_a_head_outside_of_a_forward(folder):
     model = strategy_for().prepare_model(build("llama"), is_training=True)
@@ -558,8 +540,8 @@ _section[0] = "Training"
 @mistake(
     "cannot step this AdamW directly: gradients would not be clipped",
     StepError,
-    "`optimizer.step()` was called on an optimizer of the strategy.",
-    "Call `strategy.optimizer_step(optimizer, model, scheduler)`, which clips and counts steps.",
+    "Call `strategy.optimizer_step(optimizer, model, scheduler)`.",
+    quote="cannot step this AdamW directly",
 )
 def a_direct_step(folder):
     strategy = strategy_for()
@@ -571,8 +553,8 @@ def a_direct_step(folder):
 @mistake(
     "no backward pass since its last step, expected at least one",
     StepError,
-    "`loss.backward()` was called instead of `strategy.backward`.",
-    "Call `strategy.backward(loss, model, optimizer)`.",
+    "Call `strategy.backward(loss, model, optimizer)` in place of `loss.backward()`.",
+    quote="no backward pass since its last step",
 )
 def a_direct_backward(folder):
     strategy = strategy_for()
@@ -584,7 +566,6 @@ def a_direct_backward(folder):
 @mistake(
     "the optimizer is None, expected a torch optimizer",
     StepError,
-    "The optimizer was not created.",
     "Pass the optimizer that `create_optimizer` returned.",
 )
 def no_optimizer(folder):
@@ -597,8 +578,9 @@ def no_optimizer(folder):
 @mistake(
     "these may be 2 micro-batches, or 2 losses of one, expected to know which",
     StepError,
-    "The loop calls `backward` for each micro-batch, and `optimizer_step` once; or it has several losses.",
-    'Put the loop into `with strategy.accumulate(n):`, or set `accumulation="optimizer_step"` for several losses.',
+    "Put the loop of micro-batches into `with strategy.accumulate(n):`; for several losses, set "
+    '`accumulation="optimizer_step"`. See [micro-batches](numerics.md#micro-batches).',
+    quote="these may be 2 micro-batches, or 2 losses of one",
 )
 def a_loop_with_one_optimizer_step(folder):
     strategy = strategy_for(gradient_accumulation_steps=2)
@@ -611,8 +593,8 @@ def a_loop_with_one_optimizer_step(folder):
 @mistake(
     "parameters not in LlamaForCausalLM, expected only parameters of this model",
     StepError,
-    "The optimizer belongs to another model, or was created before `prepare_model`.",
-    "Create it for this model, after `prepare_model`.",
+    "Create the optimizer for this model, after `prepare_model`.",
+    quote="parameters not in LlamaForCausalLM",
 )
 def an_optimizer_from_before_prepare(folder):
     strategy = strategy_for()
@@ -626,8 +608,8 @@ def an_optimizer_from_before_prepare(folder):
 @mistake(
     "is not sharded, so each of the 2 ranks would train a copy of its own",
     StepError,
-    "`prepare_model` was not called for the model that is trained.",
     "Call `prepare_model(model, is_training=True)`, and train the model that it returns.",
+    quote="each of the 2 ranks would train a copy of its own",
 )
 def a_model_that_was_not_prepared(folder):
     strategy = strategy_for()
@@ -639,8 +621,8 @@ def a_model_that_was_not_prepared(folder):
 @mistake(
     "zero_grad is ignored between the micro-batches of a step",
     None,
-    "The loop calls `optimizer.zero_grad()` at its top, and a step has several micro-batches.",
-    "Remove the call: `optimizer_step` clears the gradients. To drop them, call `discard_gradients(model)`.",
+    "Remove `optimizer.zero_grad()`: `optimizer_step` clears the gradients. `discard_gradients(model)` drops them.",
+    quote="zero_grad is ignored between the micro-batches",
 )
 def zero_grad_at_the_top_of_the_loop(folder):
     strategy = strategy_for(gradient_accumulation_steps=2)
@@ -654,8 +636,8 @@ def zero_grad_at_the_top_of_the_loop(folder):
 @mistake(
     "a pass has raised; its units are reset, and the gradients of this step are discarded",
     None,
-    "The program has caught the error of a forward or backward pass, and trains on.",
     "Nothing, if all ranks skip the same batch. Otherwise end the program.",
+    quote="a pass has raised; its units are reset",
 )
 def an_error_in_a_pass_that_is_caught(folder):
     strategy = strategy_for()
@@ -670,8 +652,8 @@ def an_error_in_a_pass_that_is_caught(folder):
 @mistake(
     "the loss was the same on all ranks: they seem to train on the same batches",
     None,
-    "A `DataLoader` with `shuffle=True` draws the same batches on all ranks, because all have the same seed.",
     "Use `ResumableLoader` or `setup_dataloader`, which give each rank its part.",
+    quote="the loss was the same on all ranks",
 )
 def the_same_batches_on_all_ranks(folder):
     strategy = strategy_for()
@@ -684,8 +666,8 @@ def the_same_batches_on_all_ranks(folder):
 @mistake(
     "cannot step: num_items_in_batch is 10.0 on rank 0, 11.0 on rank 1, expected the same on all ranks",
     StepError,
-    "Each rank passes the number of its own items, where the sum over all ranks is meant.",
     "Sum it over the ranks, or pass `num_items`, which each rank counts for itself.",
+    quote="num_items_in_batch is 10.0 on rank 0, 11.0 on rank 1",
 )
 def a_number_of_items_of_each_rank(folder):
     strategy = strategy_for()
@@ -698,8 +680,8 @@ def a_number_of_items_of_each_rank(folder):
 @mistake(
     "cannot step: lr of parameter group 0 (decay) is 0.1 on rank 0, 0.2 on rank 1, expected the same on all ranks",
     StepError,
-    "Ranks were started with other settings, or one of them changes the learning rate alone.",
-    "Start all ranks with the same settings.",
+    "Use the same settings on all ranks.",
+    quote="lr of parameter group 0 (decay) is 0.1 on rank 0, 0.2 on rank 1",
 )
 def other_learning_rates_on_each_rank(folder):
     strategy = strategy_for()
@@ -712,8 +694,7 @@ def other_learning_rates_on_each_rank(folder):
 @mistake(
     "the loss has no autograd graph, expected one",
     StepError,
-    "The loss was computed under `torch.no_grad`, or detached.",
-    "Compute the loss with gradients, and detach only the copy that is logged.",
+    "Compute the loss with gradients; detach only the copy that is logged.",
 )
 def a_detached_loss(folder):
     strategy = strategy_for()
@@ -725,8 +706,7 @@ def a_detached_loss(folder):
 @mistake(
     "the loss has the shape [2], expected one element",
     StepError,
-    "The loss is not reduced.",
-    "Take its mean.",
+    "Take the mean of the loss.",
 )
 def a_loss_for_each_sample(folder):
     strategy = strategy_for()
@@ -738,8 +718,7 @@ def a_loss_for_each_sample(folder):
 @mistake(
     "cannot use this model: it is a Tensor",
     StepError,
-    "Arguments are in the wrong order.",
-    "Call `backward(loss, model, optimizer)`.",
+    "Call `backward(loss, model, optimizer)`, in this order.",
 )
 def swapped_arguments_of_backward(folder):
     strategy = strategy_for()
@@ -750,8 +729,7 @@ def swapped_arguments_of_backward(folder):
 @mistake(
     "num_items_in_batch is 0",
     StepError,
-    "No token of the batch counts.",
-    "Sum the number of items over all ranks, and skip empty batches on all of them.",
+    "Sum the items over all ranks, and skip empty batches on all of them.",
 )
 def no_items_in_the_batch(folder):
     strategy = strategy_for()
@@ -763,8 +741,8 @@ def no_items_in_the_batch(folder):
 @mistake(
     "cannot save the schedule: this LambdaLR was not stepped in 2 optimizer steps",
     StepError,
-    "The schedule was created, but never passed to `optimizer_step`.",
     "Call `optimizer_step(optimizer, model, scheduler)`.",
+    quote="this LambdaLR was not stepped in 2 optimizer steps",
 )
 def a_schedule_that_is_never_stepped(folder):
     strategy = strategy_for()
@@ -776,8 +754,7 @@ def a_schedule_that_is_never_stepped(folder):
 @mistake(
     "the LambdaLR sets the learning rates of another AdamW",
     StepError,
-    "The schedule was created for an optimizer that another `create_optimizer` has replaced.",
-    "Create it again with `create_scheduler`, for the optimizer in use.",
+    "Create the schedule again, for the optimizer in use.",
 )
 def a_schedule_of_another_optimizer(folder):
     strategy = strategy_for()
@@ -789,8 +766,8 @@ def a_schedule_of_another_optimizer(folder):
 @mistake(
     "the program has stepped the LambdaLR 1 time since the last optimizer step, and optimizer_step steps it, too",
     None,
-    "The loop calls `scheduler.step()`, and passes the schedule to `optimizer_step`.",
     "Remove `scheduler.step()`.",
+    quote="and optimizer_step steps it, too",
 )
 def a_schedule_that_is_stepped_twice(folder):
     strategy = strategy_for()
@@ -803,8 +780,8 @@ def a_schedule_that_is_stepped_twice(folder):
 @mistake(
     "cannot step the ReduceLROnPlateau with the optimizer: its step needs metrics",
     StepError,
-    "`optimizer_step` has no metric to pass to the schedule.",
     "Step it yourself after each evaluation, and pass `scheduler=` to `save_ckpt` and `load_ckpt`.",
+    quote="cannot step the ReduceLROnPlateau with the optimizer",
 )
 def a_schedule_that_needs_a_metric(folder):
     strategy = strategy_for()
@@ -815,8 +792,7 @@ def a_schedule_that_needs_a_metric(folder):
 @mistake(
     "is in host memory, expected it on the device. Call reload_model first.",
     OffloadError,
-    "The model was offloaded, and not reloaded before the step.",
-    "Call `reload_model` and `maybe_load_optimizer` first.",
+    "Call `reload_model` and `maybe_load_optimizer` before the step.",
 )
 def a_forward_of_an_offloaded_model(folder):
     strategy = strategy_for()
@@ -828,8 +804,8 @@ def a_forward_of_an_offloaded_model(folder):
 @mistake(
     "input_ids, labels of rank 1 differ from those of rank 0, expected the same batch on the ranks 0, 1",
     SequenceError,
-    "Ranks that share sequences drew different batches, for example by `rank` and `world_size`.",
-    "Draw batches by `strategy.dp_rank` and `strategy.dp_size`; `ResumableLoader` and `setup_dataloader` do.",
+    "Draw batches by `strategy.dp_rank` and `strategy.dp_size`, as `ResumableLoader` and `setup_dataloader` do.",
+    quote="input_ids, labels of rank 1 differ from those of rank 0",
 )
 def other_batches_on_ranks_that_share_sequences(folder):
     ids = torch.full((2, 32), dist.get_rank())
@@ -839,7 +815,6 @@ def other_batches_on_ranks_that_share_sequences(folder):
 @mistake(
     "cannot use the strategy: it is closed, expected an open one",
     StepError,
-    "The strategy was used after `close`, or after its `with` block.",
     "Close it after the last use.",
 )
 def a_save_after_close(folder):
@@ -852,8 +827,8 @@ def a_save_after_close(folder):
 @mistake(
     "num_tokens is a tensor of the shape [2, 32], expected the number of tokens of this rank's micro-batch",
     StepError,
-    "The tokens were passed instead of their number.",
     "Pass `num_tokens=ids.numel()`, or the sum of the attention mask.",
+    quote="num_tokens is a tensor of the shape [2, 32]",
 )
 def tokens_instead_of_their_number(folder):
     strategy = strategy_for()
@@ -865,8 +840,7 @@ def tokens_instead_of_their_number(folder):
 @mistake(
     "cannot track with 'tensorbord': expected one of jsonl, tensorboard, wandb, or a Tracker object. Did you mean",
     ConfigError,
-    "The name of the tracker has a typo.",
-    "Use one of the names in the message.",
+    "",
 )
 def a_tracker_that_does_not_exist(folder):
     Metrics("tensorbord", run_id="run", run_dir=folder)
@@ -875,8 +849,8 @@ def a_tracker_that_does_not_exist(folder):
 @mistake(
     "cannot start trackers: failed on rank 0: FileExistsError",
     ConfigError,
-    "`run_dir` is a file, or rank 0 cannot write there.",
-    "Use a directory that rank 0 can create and write.",
+    "Use a `run_dir` that rank 0 can create and write.",
+    quote="cannot start trackers: failed on rank 0",
 )
 def metrics_in_a_file(folder):
     file = folder / "file"
@@ -887,8 +861,8 @@ def metrics_in_a_file(folder):
 @mistake(
     "cannot log 'loss': the record has a number of this name",
     ArgumentError,
-    "The loss of a rank was logged next to the loss over all ranks.",
-    "Omit it: the record contains the loss of the step. Use another name for another loss.",
+    "Omit it: the record contains the loss of the step. Name another loss differently.",
+    quote="cannot log 'loss'",
 )
 def a_second_loss_in_a_record(folder):
     strategy = strategy_for()
@@ -902,8 +876,8 @@ def a_second_loss_in_a_record(folder):
 @mistake(
     "cannot take an optimizer step: failed on rank 0: cannot write the metrics of step 1",
     StepError,
-    "Rank 0 could not write a record of `Metrics`: its directory was deleted, or the file system is full.",
-    "Correct the cause that the message names; start the run again, which resumes from its last checkpoint.",
+    "Correct the cause that the message names, and start the run again, which resumes.",
+    quote="cannot write the metrics of step 1",
 )
 def a_directory_of_metrics_that_is_lost(folder):
     strategy = strategy_for()
@@ -921,8 +895,8 @@ def a_directory_of_metrics_that_is_lost(folder):
 @mistake(
     "cannot run backward: the parameters of LlamaForCausalLM are the averages of ema.swapped_in",
     StepError,
-    "A training step was taken in the block of an evaluation of averages.",
-    "Leave the block first. Evaluate, export and stream the averages within it.",
+    "Leave the block of `ema.swapped_in` before a step. Evaluate, export and stream within it.",
+    quote="cannot run backward: the parameters of LlamaForCausalLM are the averages",
 )
 def a_backward_pass_of_averages(folder):
     strategy = strategy_for()
@@ -939,8 +913,8 @@ _section[0] = "Saving"
 @mistake(
     "saving in the middle of a step: the gradients of 1 micro-batch are not saved",
     None,
-    "A checkpoint was saved between two micro-batches of one step.",
     "Save when `result.stepped` is true.",
+    quote="saving in the middle of a step",
 )
 def a_save_within_a_step(folder):
     strategy = strategy_for(gradient_accumulation_steps=2)
@@ -952,8 +926,7 @@ def a_save_within_a_step(folder):
 @mistake(
     "another export writes into it, expected one at a time",
     CheckpointError,
-    "Two programs export to one folder at the same time.",
-    "Wait for the other one, or choose another folder.",
+    "Wait for the other export, or choose another folder.",
 )
 def two_exports_to_one_folder(folder):
     model = strategy_for().prepare_model(build("llama"), is_training=True)
@@ -967,8 +940,7 @@ def two_exports_to_one_folder(folder):
 @mistake(
     "its mode is 0644, expected a regular file of this user with mode 0600",
     CheckpointError,
-    "Other users can read the file of the key that signs checkpoints.",
-    "`chmod 600` the file, and make a new key if others may have read it.",
+    "`chmod 600` the file of the key or secret; make a new one if others may have read it.",
 )
 def a_key_that_others_can_read(folder):
     if dist.get_rank() == 0:
@@ -983,8 +955,8 @@ def a_key_that_others_can_read(folder):
 @mistake(
     "is replaced by a checkpoint of the same step 0 with other weights",
     None,
-    "Steps of an optimizer that the strategy does not control are not counted, so all checkpoints have one name.",
-    "Step with `strategy.optimizer_step`, or pass a `tag`.",
+    "Step with `strategy.optimizer_step`, which counts steps, or pass a `tag`.",
+    quote="is replaced by a checkpoint of the same step 0",
 )
 def checkpoints_of_one_name(folder):
     strategy = strategy_for()
@@ -999,8 +971,8 @@ def checkpoints_of_one_name(folder):
 @mistake(
     "cannot save or load: the parameters of LlamaForCausalLM are the averages of ema.swapped_in",
     CheckpointError,
-    "A checkpoint was saved in the block of an evaluation of averages, which would replace the weights.",
-    "Save after the block; pass `ema=` to save the averages, too.",
+    "Save after the block of `ema.swapped_in`; `ema=` saves the averages, too.",
+    quote="cannot save or load: the parameters of LlamaForCausalLM are the averages",
 )
 def a_save_of_averages_as_the_weights(folder):
     strategy = strategy_for()
@@ -1012,8 +984,8 @@ def a_save_of_averages_as_the_weights(folder):
 @mistake(
     "optimizer is a AdamW, expected a mapping by the names of the models (actor, critic)",
     ArgumentError,
-    "Several models are saved by one call, with the optimizer of one of them.",
     'Pass `optimizer={"actor": ...}`, or omit it: those of `create_optimizer` are saved.',
+    quote="expected a mapping by the names of the models (actor, critic)",
 )
 def one_optimizer_for_several_models(folder):
     strategy = strategy_for()
@@ -1024,8 +996,7 @@ def one_optimizer_for_several_models(folder):
 @mistake(
     "client_state",
     CheckpointError,
-    "The client state contains a value that JSON cannot represent.",
-    "Convert it: `tensor.tolist()`, `str(path)`.",
+    "Convert values that JSON lacks: `tensor.tolist()`, `str(path)`.",
 )
 def a_tensor_in_the_client_state(folder):
     strategy = strategy_for()
@@ -1036,7 +1007,6 @@ def a_tensor_in_the_client_state(folder):
 @mistake(
     "tag is 'step/1', expected a plain directory name",
     CheckpointError,
-    "The tag is a path.",
     "Use a name like `global_step100`.",
 )
 def a_path_as_tag(folder):
@@ -1048,8 +1018,7 @@ def a_path_as_tag(folder):
 @mistake(
     "expected a str. Pass others by keyword",
     CheckpointError,
-    "The optimizer is passed by position, where `save_ckpt` expects the tag.",
-    "Pass `optimizer=` by keyword, or omit it: the one of `create_optimizer` is saved.",
+    "Pass `optimizer=` by keyword, or omit it: that of `create_optimizer` is saved.",
 )
 def an_optimizer_as_tag(folder):
     strategy = strategy_for()
@@ -1060,8 +1029,7 @@ def an_optimizer_as_tag(folder):
 @mistake(
     "optimizer is 'step1', expected the optimizer itself. Pass tag='step1'",
     ArgumentError,
-    "The tag is passed by position, where `load_ckpt` expects the optimizer.",
-    "Pass `tag=` by keyword.",
+    "",
 )
 def a_tag_as_optimizer(folder):
     strategy = strategy_for()
@@ -1072,7 +1040,6 @@ def a_tag_as_optimizer(folder):
 @mistake(
     "max_num is 0",
     CheckpointError,
-    "No checkpoint would be kept.",
     "Pass at least 1, or None for no limit.",
 )
 def a_limit_of_no_checkpoint(folder):
@@ -1084,8 +1051,7 @@ def a_limit_of_no_checkpoint(folder):
 @mistake(
     "the same directory, tag, step, limits and objects to save on all ranks",
     CheckpointError,
-    "Ranks chose different tags, for example from the time.",
-    "Make the tag from the step.",
+    "Make the tag from the step, not from the time.",
 )
 def other_tags_on_each_rank(folder):
     strategy = strategy_for()
@@ -1096,7 +1062,6 @@ def other_tags_on_each_rank(folder):
 @mistake(
     "exists and is not a checkpoint of this package",
     CheckpointError,
-    "A directory of other files has the name of the tag.",
     "Choose another tag, or rename the directory.",
 )
 def a_tag_that_is_another_directory(folder):
@@ -1109,8 +1074,8 @@ def a_tag_that_is_another_directory(folder):
 @mistake(
     "cannot save the tokenizer: it is a str, expected an object with save_pretrained",
     CheckpointError,
-    "`save_model` got a path in place of the tokenizer.",
     "Call `save_model(model, tokenizer, output_dir)`; without a tokenizer, `save_model(model, output_dir=folder)`.",
+    quote="cannot save the tokenizer: it is a str",
 )
 def a_path_as_tokenizer(folder):
     strategy = strategy_for()
@@ -1121,8 +1086,7 @@ def a_path_as_tokenizer(folder):
 @mistake(
     "cannot call save_model: the model is a TokenizersBackend",
     ArgumentError,
-    "Arguments are in the wrong order.",
-    "Call `save_model(model, tokenizer, output_dir)`.",
+    "",
 )
 def a_tokenizer_as_model(folder):
     strategy = strategy_for()
@@ -1133,8 +1097,7 @@ def a_tokenizer_as_model(folder):
 @mistake(
     "is given as tokenizer and output_dir is missing",
     ArgumentError,
-    "The folder was passed in the place of the tokenizer.",
-    "Call `save_model(model, output_dir=folder)`, or `save_model(model, tokenizer, folder)`.",
+    "",
 )
 def a_folder_in_the_place_of_the_tokenizer(folder):
     strategy = strategy_for()
@@ -1145,7 +1108,6 @@ def a_folder_in_the_place_of_the_tokenizer(folder):
 @mistake(
     "failed on rank 1: cannot save the model: output_dir is missing",
     ArgumentError,
-    "Only rank 0 knows the folder, for example because only its configuration names one.",
     "Pass the same arguments on every rank.",
 )
 def a_folder_that_only_rank_0_knows(folder):
@@ -1157,8 +1119,7 @@ def a_folder_that_only_rank_0_knows(folder):
 @mistake(
     "unknown argument 'dtyp'",
     CheckpointError,
-    "The name of an argument is mistyped.",
-    "Use the name that the message suggests.",
+    "",
 )
 def a_mistyped_argument_of_an_export(folder):
     strategy = strategy_for()
@@ -1169,8 +1130,8 @@ def a_mistyped_argument_of_an_export(folder):
 @mistake(
     "call resize_token_embeddings before training",
     None,
-    "The tokenizer has more tokens than the model has embeddings.",
-    "Resize the embeddings before `prepare_model`, or save the tokenizer of this model.",
+    "The tokenizer has more tokens than the model has embeddings. Resize before `prepare_model`, or save this "
+    "model's tokenizer.",
 )
 def a_tokenizer_that_is_too_large(folder):
     strategy = strategy_for()
@@ -1188,8 +1149,8 @@ _section[0] = "Resuming"
 @mistake(
     "it has no signature, expected a checkpoint that this key signed",
     DamageError,
-    "`checkpoint_key_file` is set, and the checkpoint was saved without it.",
-    "If you trust all who can write to the directory, load it once without the key, and save it with the key.",
+    "If you trust all who can write there, load once without `checkpoint_key_file`, and save with it.",
+    quote="it has no signature",
 )
 def a_checkpoint_from_before_the_key(folder):
     strategy = strategy_for()
@@ -1206,8 +1167,8 @@ def a_checkpoint_from_before_the_key(folder):
 @mistake(
     "it has the state of the optimizer, and the model has no optimizer yet",
     CheckpointError,
-    "`load_ckpt` was called before `create_optimizer`.",
-    "Create optimizer and schedule first; or pass `load_optimizer_states=False` to start without their state.",
+    "Create optimizer and schedule before `load_ckpt`; or pass `load_optimizer_states=False`.",
+    quote="the model has no optimizer yet",
 )
 def a_load_before_the_optimizer(folder):
     strategy, *_ = saved(folder)
@@ -1218,8 +1179,8 @@ def a_load_before_the_optimizer(folder):
 @mistake(
     "it has the state of the scheduler, and the model has no scheduler yet",
     CheckpointError,
-    "`load_ckpt` was called before `create_scheduler`.",
     "Create the schedule first; or pass `load_lr_scheduler_states=False`.",
+    quote="the model has no scheduler yet",
 )
 def a_load_before_the_schedule(folder):
     strategy, *_ = saved(folder)
@@ -1231,7 +1192,6 @@ def a_load_before_the_schedule(folder):
 @mistake(
     "'global_step2' is not a committed checkpoint in",
     CheckpointError,
-    "There is no checkpoint of this tag.",
     "Use one of the tags that the message lists.",
 )
 def a_tag_that_does_not_exist(folder):
@@ -1242,8 +1202,8 @@ def a_tag_that_does_not_exist(folder):
 @mistake(
     "it has the models actor, critic, expected a checkpoint of one model. Pass a mapping of models by name",
     CheckpointError,
-    "The checkpoint was saved by one call for several models.",
     'Pass the same names: `load_ckpt({"actor": actor, "critic": critic}, ...)`.',
+    quote="it has the models actor, critic, expected a checkpoint of one model",
 )
 def one_model_of_several(folder):
     strategy = strategy_for()
@@ -1255,8 +1215,8 @@ def one_model_of_several(folder):
 @mistake(
     "it has one model without a name, expected the models actor, critic",
     CheckpointError,
-    "The checkpoint was saved with the model itself.",
     "Pass the model instead of a mapping.",
+    quote="it has one model without a name, expected the models",
 )
 def several_models_of_one(folder):
     strategy = strategy_for()
@@ -1268,8 +1228,8 @@ def several_models_of_one(folder):
 @mistake(
     "a kill between the calls leaves them at different steps: save and load them by one call",
     None,
-    "Actor and critic were saved by one call each, and the run was killed between the two.",
-    "Save both by one call; to resume this run, load both at the same step with `tag=`.",
+    "Save both models by one call. To resume this run, load both at the same step with `tag=`.",
+    quote="a kill between the calls leaves them at different steps",
 )
 def models_of_different_steps(folder):
     strategy = strategy_for()
@@ -1286,7 +1246,6 @@ def models_of_different_steps(folder):
 @mistake(
     "There are checkpoints in",
     CheckpointError,
-    "The directory to load from is one level too high.",
     "Pass the directory that the message names.",
 )
 def a_directory_one_level_too_high(folder):
@@ -1297,8 +1256,7 @@ def a_directory_one_level_too_high(folder):
 @mistake(
     "has no checkpoint of this package: it contains config.json",
     CheckpointError,
-    "The path is that of a folder within a checkpoint.",
-    "Pass the directory of checkpoints.",
+    "Pass the directory of checkpoints, not a folder within one.",
 )
 def a_directory_one_level_too_low(folder):
     strategy, model, *_ = saved(folder)
@@ -1308,8 +1266,7 @@ def a_directory_one_level_too_low(folder):
 @mistake(
     "does not exist. Did you mean 'ckpts'?",
     None,
-    "The name of the directory is mistyped. A missing directory is no error, since every first start has one.",
-    "Use the directory that the message names.",
+    "Correct the name. A missing directory is no error, since every first start has one.",
 )
 def a_mistyped_directory(folder):
     strategy, model, *_ = saved(folder)
@@ -1319,8 +1276,7 @@ def a_mistyped_directory(folder):
 @mistake(
     "Pass fallback=True to load an older checkpoint, or delete this one.",
     CheckpointError,
-    "The manifest of the newest checkpoint is missing or corrupt.",
-    "Pass `fallback=True`, or delete the checkpoint.",
+    "Its manifest is missing or corrupt. Do as the message says.",
 )
 def a_newest_checkpoint_without_manifest(folder):
     strategy, model, optimizer, scheduler = saved(folder)
@@ -1333,8 +1289,8 @@ def a_newest_checkpoint_without_manifest(folder):
 @mistake(
     "is a symbolic link, expected a new name or a checkpoint to replace",
     CheckpointError,
-    "The tag of a save is the name of a link that somebody made.",
     "Choose another tag, or remove the link. A load may name it.",
+    quote="is a symbolic link, expected a new name",
 )
 def a_tag_that_is_a_link(folder):
     strategy, model, *_ = saved(folder)
@@ -1345,8 +1301,8 @@ def a_tag_that_is_a_link(folder):
 @mistake(
     "training_state/ is missing. Pass fallback=True to load an older checkpoint",
     CheckpointError,
-    "The newest checkpoint in the layout of LeRobot or of transformers' Trainer has lost its training state.",
     "Restore `training_state/`, or pass `fallback=True`.",
+    quote="training_state/ is missing",
 )
 def a_newest_checkpoint_without_training_state(folder):
     strategy = strategy_for()
@@ -1367,8 +1323,7 @@ def _flip(path: Path) -> None:
 @mistake(
     "model.safetensors",
     DamageError,
-    "A byte of the file has changed on disk.",
-    "Load another checkpoint by `tag`, or the newest intact one with `fallback=True`.",
+    "Bytes changed on disk. Load another checkpoint by `tag`, or the newest intact one with `fallback=True`.",
 )
 def a_flipped_byte(folder):
     strategy, model, *_ = saved(folder)
@@ -1379,8 +1334,7 @@ def a_flipped_byte(folder):
 @mistake(
     "with fallback=True, for an older checkpoint, or with tag= for one of ['global_step1']",
     DamageError,
-    "The newest checkpoint is corrupt; others in the directory may be intact.",
-    "Load one of those that the message names.",
+    "",
 )
 def a_flipped_byte_in_the_newest_of_several_checkpoints(folder):
     strategy, model, optimizer, scheduler = saved(folder)
@@ -1393,8 +1347,8 @@ def a_flipped_byte_in_the_newest_of_several_checkpoints(folder):
 @mistake(
     "The saved model has another vocabulary: call resize_token_embeddings(",
     CheckpointError,
-    "The embeddings of the saved model have been resized, those of this model have not.",
     "Make the call that the message names before `prepare_model`.",
+    quote="The saved model has another vocabulary",
 )
 def a_checkpoint_of_a_model_with_more_tokens(folder):
     strategy = strategy_for()
@@ -1411,8 +1365,8 @@ def a_checkpoint_of_a_model_with_more_tokens(folder):
     "the files may be of a smaller model, or incomplete. To initialise these tensors, build the model outside of "
     "init_on_meta.",
     CheckpointError,
-    "A model that was built on the meta device has more layers than its files.",
     "Correct the configuration or the folder.",
+    quote="the files may be of a smaller model, or incomplete",
 )
 def files_without_a_layer(folder):
     on_rank_0(lambda: build("llama").save_pretrained(folder / "weights"))
@@ -1425,8 +1379,8 @@ def files_without_a_layer(folder):
 @mistake(
     "a tensor on meta that is not registered, is a parameter of the model, or a view of one",
     CheckpointError,
-    "A module that was built on the meta device keeps a parameter in a list or as a view, too.",
     "Use the parameter by its registered name, or build the model outside of the context.",
+    quote="a tensor on meta that is not registered",
 )
 def a_list_of_a_parameter_on_meta(_folder):
     strategy = strategy_for()
@@ -1439,8 +1393,8 @@ def a_list_of_a_parameter_on_meta(_folder):
 @mistake(
     "which depend on random numbers, expected values that this block computes without random numbers.",
     CheckpointError,
-    "A constructor on the meta device needs a random value at once, for example as a condition.",
     "Do this after `prepare_model`, or build the model outside of the context.",
+    quote="which depend on random numbers",
 )
 def a_random_value_on_meta(_folder):
     strategy = strategy_for()
@@ -1452,8 +1406,7 @@ def a_random_value_on_meta(_folder):
 @mistake(
     "bytes long, expected",
     DamageError,
-    "A file of the checkpoint is truncated.",
-    "Load another checkpoint by `tag`, or the newest intact one with `fallback=True`.",
+    "A file is truncated: load another checkpoint, as above.",
 )
 def a_truncated_file(folder):
     strategy, model, *_ = saved(folder)
@@ -1465,8 +1418,8 @@ def a_truncated_file(folder):
 @mistake(
     "its content is invalid: its entry 'step' is -1, expected an integer",
     DamageError,
-    "Another program has written a JSON file of the checkpoint; the message names the file and the entry.",
-    "Load another checkpoint by `tag`, or the newest intact one with `fallback=True`.",
+    "Another program wrote the file that the message names: load another checkpoint, as above.",
+    quote="its content is invalid",
 )
 def a_manifest_of_another_program(folder):
     strategy, model, *_ = saved(folder)
@@ -1483,7 +1436,6 @@ def a_manifest_of_another_program(folder):
 @mistake(
     "it is a symbolic link, expected a regular file",
     DamageError,
-    "A manifest, `trainer_state.json` or a rank's file was replaced by a link.",
     "Copy the files that the links name, or load another checkpoint.",
 )
 def a_link_in_a_checkpoint(folder):
@@ -1501,8 +1453,7 @@ def a_link_in_a_checkpoint(folder):
 @mistake(
     "reading it again",
     None,
-    "A network file system or a disk failed to read a file for a moment.",
-    "Nothing, if it is rare. Check the file system, or the disk if the error is EIO.",
+    "Nothing, if it is rare. Otherwise check the file system, or the disk if the error is EIO.",
 )
 def a_read_that_fails_once(folder):
     strategy, model, *_ = saved(folder)
@@ -1520,8 +1471,7 @@ def a_read_that_fails_once(folder):
 @mistake(
     "cannot load",
     CheckpointError,
-    "The model is not the one that was saved.",
-    "Build the same model; `load_module_strict=False` loads the names that both have.",
+    "Build the model that was saved; `load_module_strict=False` loads the names that both have.",
 )
 def the_checkpoint_of_another_model(folder):
     strategy, *_ = saved(folder)
@@ -1532,8 +1482,7 @@ def the_checkpoint_of_another_model(folder):
 @mistake(
     "the checkpoint replaces lr 0.5 by 0.01",
     None,
-    "`load_ckpt` restores the learning rate of the checkpoint, and the program has asked for another one.",
-    "Pass `load_lr_scheduler_states=False` to keep the new learning rate.",
+    "To keep the new learning rate, pass `load_lr_scheduler_states=False`.",
 )
 def another_learning_rate_than_that_of_the_checkpoint(folder):
     strategy = strategy_for()
@@ -1548,7 +1497,6 @@ def another_learning_rate_than_that_of_the_checkpoint(folder):
 @mistake(
     "the checkpoint holds the state of AdamW, expected that of SGD",
     CheckpointError,
-    "The optimizer is of another class than the saved one.",
     "Use the same class, or pass `load_optimizer_states=False`.",
 )
 def another_optimizer(folder):
@@ -1562,8 +1510,7 @@ def another_optimizer(folder):
 @mistake(
     "Pass trust=True if you trust its source",
     CheckpointError,
-    "The checkpoint was written by another system, and contains pickles.",
-    "Pass `trust=True` if you trust its source.",
+    "It has pickles of another system. With LightRFT's script: `get_strategy(args, trust_checkpoints=True)`.",
 )
 def a_pickle_of_unknown_source(folder):
     on_rank_0(lambda: torch.save({"weight": torch.zeros(1)}, folder / "model.pt"))
@@ -1575,8 +1522,7 @@ def a_pickle_of_unknown_source(folder):
 @mistake(
     "Call get_strategy(args, trust_checkpoints=True) if you trust its source",
     CheckpointError,
-    "LightRFT's script resumes from a checkpoint that LightRFT wrote, which contains pickles.",
-    "Call `get_strategy(args, trust_checkpoints=True)` if you trust its source.",
+    "",
 )
 def a_checkpoint_of_lightrft(folder):
     on_rank_0(lambda: torch.save({"weight": torch.zeros(1)}, folder / "model.pt"))
@@ -1593,8 +1539,8 @@ _section[0] = "Data"
 @mistake(
     "cannot load a data position: it was saved with n 32, expected 24",
     CheckpointError,
-    "The data set has another length than the saved position.",
     "Use the same data set, or start the order afresh with `dataloader=None`.",
+    quote="it was saved with n 32, expected 24",
 )
 def a_position_in_another_data_set(folder):
     strategy, model, *_ = saved(folder)
@@ -1606,8 +1552,8 @@ def a_position_in_another_data_set(folder):
     "global_batch_size 2, expected 4. Samples would be repeated or left out: use the data set and arguments of the run "
     "that is resumed. To continue at the same sample with another batch size, load with load_data_position='samples'",
     CheckpointError,
-    "The run is resumed with another global batch size, perhaps because it has another number of ranks.",
-    'Keep the batch size. Or, to change it on purpose, load with `load_data_position="samples"`.',
+    'Keep the global batch size, or load with `load_data_position="samples"`.',
+    quote="global_batch_size 2, expected 4",
 )
 def a_position_with_another_batch_size(folder):
     strategy, model, *_ = saved(folder)
@@ -1618,7 +1564,6 @@ def a_position_with_another_batch_size(folder):
 @mistake(
     "cannot load the data position",
     CheckpointError,
-    "The checkpoint was saved without `dataloader=`.",
     "Pass the loader to `save_ckpt`, too; or pass `dataloader=None` here.",
 )
 def a_position_that_was_not_saved(folder):
@@ -1629,7 +1574,6 @@ def a_position_that_was_not_saved(folder):
 @mistake(
     "consumed_samples",
     ConfigError,
-    "More samples are skipped than an epoch has.",
     "Pass the samples consumed in this epoch.",
 )
 def more_samples_consumed_than_there_are(folder):
@@ -1644,7 +1588,6 @@ _section[0] = "Rollout"
 @mistake(
     "engine_type is 'vlm', expected one of transformers",
     RolloutError,
-    "No engine of this name is registered.",
     "Add a builder to `ENGINES`; see [rollout](rollout.md).",
 )
 def an_engine_that_is_not_registered(folder):
@@ -1656,7 +1599,6 @@ def an_engine_that_is_not_registered(folder):
 @mistake(
     "the package sglang is not installed",
     RolloutError,
-    "The package of the engine is missing.",
     "Install it, or use the engine `transformers`.",
 )
 def an_engine_whose_package_is_missing(folder):
@@ -1669,8 +1611,7 @@ def an_engine_whose_package_is_missing(folder):
 @mistake(
     "setup_inference_engine",
     RolloutError,
-    "Weights are sent before there is an engine.",
-    "Call `setup_inference_engine` first.",
+    "Call `setup_inference_engine` before you send weights.",
 )
 def weights_without_an_engine(folder):
     strategy = strategy_for()
@@ -1681,8 +1622,7 @@ def weights_without_an_engine(folder):
 @mistake(
     "its mode is 0644, expected a regular file of this user with mode 0600",
     RolloutError,
-    "Other users of the host can read the secret with which trainer and engine know each other.",
-    "Make a new one, and set its mode with `chmod 600`; see [threat model](threat_model.md).",
+    "Make a new secret with mode 0600: [engines](threat_model.md#engines).",
 )
 def a_secret_that_others_can_read(folder):
     path = folder / "secret"
@@ -1695,8 +1635,7 @@ def a_secret_that_others_can_read(folder):
 @mistake(
     "has another secret than",
     RolloutError,
-    "The engine's process runs as another user or on another host, and has a secret file of its own.",
-    "Copy the file, and pass it as `secret_file` (`remote_engine_secret_file`) at both ends.",
+    "Copy the secret's file, and pass it as `secret_file` (`remote_engine_secret_file`) at both ends.",
 )
 def an_engine_with_another_secret(folder):
     address = listen_at_free_port(secret="of another user, or on another host")
@@ -1706,8 +1645,7 @@ def an_engine_with_another_secret(folder):
 @mistake(
     "cannot group ranks by engine: engine_tp_size is 3, expected a divisor of the number of ranks",
     ConfigError,
-    "The ranks of LightRFT's trainer cannot be divided into engines of that many ranks.",
-    "Pass an `engine_tp_size` that divides the number of ranks.",
+    "",
 )
 def engines_over_a_number_of_ranks_that_does_not_divide(folder):
     get_strategy({"engine_tp_size": 3}, train_batch_size=dist.get_world_size())
@@ -1716,8 +1654,8 @@ def engines_over_a_number_of_ranks_that_does_not_divide(folder):
 @mistake(
     "its weights have changed since the stream began, expected the weights of the call for all tensors",
     RolloutError,
-    "An optimizer step was taken, or weights were loaded, while `stream_weights` was half read.",
     "Read the stream to its end before the next step.",
+    quote="its weights have changed since the stream began",
 )
 def a_step_within_a_stream(folder):
     strategy = strategy_for()
@@ -1741,8 +1679,8 @@ def impatient():
 @mistake(
     "Rank 0 was in save_ckpt (all_gather), which every rank must call: rank 1 did not make this call",
     RuntimeError,
-    "Only rank 0 saves, as with DDP, while the others are busy with something else.",
     "Call `save_ckpt` on every rank: all of them write.",
+    quote="rank 1 did not make this call",
     loses_a_rank=True,
 )
 def a_save_on_rank_0_alone(folder):
@@ -1755,8 +1693,8 @@ def a_save_on_rank_0_alone(folder):
 @mistake(
     "rank 0 gathers the root unit of LlamaForCausalLM, rank 1 makes another collective call, or has failed",
     StepError,
-    "The ranks make different calls, here an evaluation on rank 0 and an export on rank 1.",
     "Make the same calls in the same order on every rank.",
+    quote="rank 1 makes another collective call, or has failed",
 )
 def a_forward_pass_on_rank_0_alone(folder):
     strategy = strategy_for()
@@ -1770,8 +1708,8 @@ def a_forward_pass_on_rank_0_alone(folder):
 @mistake(
     "which every rank must call: rank 1 ended without this call",
     RuntimeError,
-    "A rank has left the training loop earlier than the others, for example because it has fewer batches.",
     "Give every rank the same number of batches, as `ResumableLoader` does.",
+    quote="rank 1 ended without this call",
     loses_a_rank=True,
 )
 def ranks_with_unequal_numbers_of_steps(folder):
@@ -1782,8 +1720,8 @@ def ranks_with_unequal_numbers_of_steps(folder):
 @mistake(
     "which every rank must call: rank 1 ended with FileNotFoundError: [Errno 2] No such file or directory: 'x.txt'",
     RuntimeError,
-    "The program failed on another rank.",
-    "Mend the error that the note quotes.",
+    "Correct the error that the note quotes.",
+    quote="rank 1 ended with FileNotFoundError",
     loses_a_rank=True,
 )
 def an_error_in_the_program_of_one_rank(folder):
