@@ -227,12 +227,12 @@ OTHER_RANKS = {
     "save_checkpoint": "the model's",
     "load_optimizer_and_scheduler": "the model's",
     "resume_after_prepare": "the model's",
-    "WeightStream.close": "the model's",
-    "compat.lightrft.LightRFTStrategy.moving_average": "the model's",
-    "compat.transformers.FSDP2Trainer.save_model": "the model's",
-    "compat.transformers.FSDP2Trainer.push_to_hub": "the model's",
-    "compat.verl.StrategyEngine.optimizer_step": "the model's",
-    "compat.verl.StrategyEngine.get_per_tensor_param": "the model's",
+    "rollout.WeightStream.close": "the model's",
+    "integrations.lightrft.LightRFTStrategy.moving_average": "the model's",
+    "integrations.trl.FSDP2Trainer.save_model": "the model's",
+    "integrations.trl.FSDP2Trainer.push_to_hub": "the model's",
+    "integrations.verl.StrategyEngine.optimizer_step": "the model's",
+    "integrations.verl.StrategyEngine.get_per_tensor_param": "the model's",
     "load_checkpoint": "the model's",
     "clip_grad_norm_": "the model's",
 }
@@ -326,6 +326,11 @@ def test_calls_that_run_on_the_ranks_of_a_model_are_shown_so():
     found = [path for path, (_, node) in calls().items() if "on_model_ranks" in decorators(node)]
     assert len(found) >= 4
     assert all("| the model's |" in row_of(path, *calls()[path]) for path in found)
+
+
+def test_the_ranks_that_are_given_by_hand_are_those_of_calls():
+    names = {name for path in calls() for name in (path.removeprefix("fsdp2_strategy."), path.rpartition(".")[2])}
+    assert not OTHER_RANKS.keys() - names
 
 
 def test_the_page_on_collective_calls_has_each_collective_constructor():
