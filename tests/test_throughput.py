@@ -7,9 +7,9 @@ import re
 
 import pytest
 import torch.distributed as dist
+from shortages import shortages, warn_of_shortages
 
-from fsdp2_strategy.integrations.vitra.shortages import shortages, warn_of_shortages
-from fsdp2_strategy.integrations.vitra.throughput import Throughput
+from fsdp2_strategy.tracking.throughput import Throughput
 
 ENOUGH = {
     "ranks": 4,

@@ -29,6 +29,7 @@ from lerobot_writer import DatasetWriter
 from options import make_parser
 from options import parse as parse_options
 from safetensors.torch import load_file
+from shortages import warn_of_shortages
 from torch import nn
 from torch.nn.functional import interpolate
 
@@ -39,8 +40,7 @@ from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.errors import DataError
 from fsdp2_strategy.integrations.lerobot import LeRobotDataset, Metadata
-from fsdp2_strategy.integrations.vitra.shortages import warn_of_shortages
-from fsdp2_strategy.integrations.vitra.throughput import Rates, Throughput
+from fsdp2_strategy.tracking.throughput import Rates, Throughput
 
 SIZE, PATCH = 96, 16  # of the images that the policy gets, and of the patch that becomes one token
 WIDTH, HEADS, LAYERS = 128, 4, 4

@@ -12,23 +12,15 @@ if TYPE_CHECKING:
     from fsdp2_strategy.integrations.vitra.parameter_groups import split_modality_collator as split_modality_collator
     from fsdp2_strategy.integrations.vitra.parameter_groups import vla_parameter_groups as vla_parameter_groups
     from fsdp2_strategy.integrations.vitra.schedule import MultiGroupLRScheduler as MultiGroupLRScheduler
-    from fsdp2_strategy.integrations.vitra.shortages import shortages as shortages
-    from fsdp2_strategy.integrations.vitra.shortages import warn_of_shortages as warn_of_shortages
     from fsdp2_strategy.integrations.vitra.strategy import VLAFSDPStrategy as VLAFSDPStrategy
-    from fsdp2_strategy.integrations.vitra.throughput import Rates as Rates
-    from fsdp2_strategy.integrations.vitra.throughput import Throughput as Throughput
 
 _MODULE_OF = {
     "GROUPS": "parameter_groups",
     "MultiGroupLRScheduler": "schedule",
-    "Rates": "throughput",
-    "Throughput": "throughput",
     "VLAFSDPStrategy": "strategy",
     "VLAMetrics": "metrics",
-    "shortages": "shortages",
     "split_modality_collator": "parameter_groups",
     "vla_parameter_groups": "parameter_groups",
-    "warn_of_shortages": "shortages",
 }
 """The module of each public name."""
 
