@@ -17,8 +17,8 @@ def main() -> None:
     Raises:
         ImportError: LeRobot or its training dependencies are not installed.
     """
-    compat = importlib.import_module("fsdp2_strategy.integrations.lerobot.script")
-    compat.run(importlib.import_module("lerobot.scripts.lerobot_train"))
+    ours = importlib.import_module("fsdp2_strategy.integrations.lerobot.script")
+    ours.run(importlib.import_module("lerobot.scripts.lerobot_train"))
 
 
 if __name__ == "__main__":
