@@ -25,6 +25,15 @@ from helpers.shrunk import FILES, SHRUNK
 from fsdp2_strategy import sizes
 
 _POOL = pytest.StashKey[RankPool]()
+INTEGRATIONS = {
+    "accelerate": ("test_accelerate",),
+    "lerobot": ("test_compat_lerobot", "test_lerobot", "test_peers_lerobot", "test_streaming"),
+    "lightrft": ("test_compat_lightrft", "test_peers_lightrft"),
+    "trl": ("test_compat_transformers", "test_trainer_layout", "test_suites"),
+    "verl": ("test_compat_verl",),
+    "vitra": ("test_vla", "test_peers_vitra", "test_robot"),
+}
+"""How the files with the tests of each integration begin: ``pytest -m lerobot`` selects them."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,6 +51,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     items[:] = [item for item in items if not (_is_shrunk(item) and item.get_closest_marker("real_sizes"))]
     items.sort(key=lambda item: (_is_shrunk(item), _world_size(item)))
+    for item in items:
+        for name, files in INTEGRATIONS.items():
+            if item.path.stem.startswith(files):
+                item.add_marker(name)
     for item in items if config.pluginmanager.hasplugin("xdist") else ():
         if not _world_size(item) and item.get_closest_marker("full") and not _is_shrunk(item):
             continue  # long, and any worker can run it

@@ -8,7 +8,7 @@
     windows                time windows around a frame
     prefetch, fetching     threads that fetch episodes before they are needed
 
-These modules need the extra `vla`; `layout` and `policy_export` do not.
+These modules need the extra `lerobot`; `layout` and `policy_export` do not.
 """
 
 from __future__ import annotations
