@@ -25,7 +25,8 @@ def go_on(folder):
     spec.loader.exec_module(write)
     run, expected = write.Run(seed=7), json.loads((folder / "expected.json").read_text())
     path, client_state = run.strategy.load_ckpt(run.model, folder / "ckpts", ema=run.ema, dataloader=run.loader)
-    assert path == str(folder / "ckpts" / TAGS[folder.name.partition("-")[2]]) and client_state == expected["client_state"]
+    assert path == str(folder / "ckpts" / TAGS[folder.name.partition("-")[2]])
+    assert client_state == expected["client_state"]
     assert run.strategy.global_step(run.model) == 3
     assert_same(run.state(), load_file(folder / "expected.safetensors"))
     assert run.train(3) == pytest.approx(expected["losses"], rel=1e-5)
