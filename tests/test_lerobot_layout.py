@@ -31,8 +31,8 @@ from fsdp2_strategy import EMA, FSDPV2Strategy, list_checkpoints, sizes, verify_
 from fsdp2_strategy.cli import main
 from fsdp2_strategy.data import ResumableLoader
 from fsdp2_strategy.errors import CheckpointError, ConfigError
-from fsdp2_strategy.hf import save_plan
 from fsdp2_strategy.integrations.lerobot import LeRobotLayout, save_policy
+from fsdp2_strategy.storage import shares
 
 
 @dataclass
@@ -194,7 +194,7 @@ def test_weights_are_one_file_whatever_their_size_and_no_rank_gathers(tmp_path):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sizes, "FILE_BYTES", 1000)
         patched.setattr(DTensor, "full_tensor", never)
-        patched.setattr(save_plan, "full_tensor_of", never)
+        patched.setattr(shares, "full_tensor_of", never)
         ours = Path(strategy.save_ckpt(model, tmp_path / "ours"))
         path = Path(strategy.save_ckpt(model, tmp_path / "lerobot", layout=layout_of()))
     dist.barrier()
