@@ -78,7 +78,7 @@ class Unit:
     - "split": a child of a unit that was split because of tied weights
     - "dtype": its compute dtype differs from that of the unit around it
     - "vision": the replicated vision encoder
-    - "experts": experts that are divided among ranks; see `expert_parallel`
+    - "experts": experts that are divided among ranks; see `parallel.experts`
     - "root": the model itself
     - "ignored": not a unit; see [Note: ignored]
     """

@@ -3,7 +3,7 @@
 Input: the YAML or JSON file that ``accelerate config`` writes and ``accelerate launch --config_file`` reads. Output:
 fields as a plain dict, for `strategy_config`, and one log record about settings that work differently here.
 
-`accelerate_keys` defines the meaning of each single key; this module derives the fields that depend on several keys.
+`keys` defines the meaning of each single key; this module derives the fields that depend on several keys.
 accelerate reads ``fsdp_config`` and ``parallelism_config`` only if ``distributed_type`` is FSDP, and the options of
 torch.compile only if ``dynamo_backend`` is set. This module ignores these keys in the same cases.
 """

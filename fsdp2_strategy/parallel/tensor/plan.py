@@ -1,7 +1,7 @@
 """Decide how tensor parallelism splits the layers of a model: which style of transformers each module gets.
 
 Input: a model, whose configuration may have a plan, or a plan of the user; a tensor-parallel size. Output: a
-`TensorPlan` with the styles by full names, which `tensor_parallel` applies and `explain` prints.
+`TensorPlan` with the styles by full names, which `split` applies and `explain` prints.
 
 [Note: tensor plans] A plan maps names of modules and parameters to styles, with ``*`` for numbers:
 ``{"model.layers.*.mlp.up_proj": "colwise"}``. transformers defines the styles. A style of a module changes its inputs
