@@ -74,7 +74,7 @@ from fsdp2_strategy.optim.step import StepResult, backward, clip_for_step, forbi
 from fsdp2_strategy.optim.zero_grad import discard_gradients, watch_optimizer
 from fsdp2_strategy.sharding.explain import explain
 from fsdp2_strategy.sharding.features import feature
-from fsdp2_strategy.sharding.shard import check_dtypes, is_for_training, shard_model, watch_wrapper
+from fsdp2_strategy.sharding.shard import check_dtypes, is_for_training, mesh_for, shard_model, watch_wrapper
 
 _OTHER_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
 
@@ -360,7 +360,7 @@ class TrainingStrategy:
         config = self._with_arguments(self.config, shard_size, reshard_after_forward)
         if tensor_parallel_plan is not None:
             config = config.replace(tensor_parallel_plan=tensor_parallel_plan)
-        shard_model(model, None, config, is_training=is_training)
+        shard_model(model, mesh_for(model, config, is_training=is_training), config, is_training=is_training)
         if needs_values(model):
             load_pretrained(model)
         keep_documents_apart(model)

@@ -1,4 +1,4 @@
-"""`integrations.lightrft`, called as LightRFT's trainers call their strategy: the names and their order, in our own words.
+"""`integrations.lightrft`, called as LightRFT's trainers call their strategy: names and their order, in our own words.
 
 tests/test_peers_lightrft.py runs LightRFT's own code; this file needs none of it.
 """

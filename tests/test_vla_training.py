@@ -37,6 +37,8 @@ from fsdp2_strategy.integrations.vitra.summary import summary
 from fsdp2_strategy.model.fsdp_state import parameter_groups
 from fsdp2_strategy.model.gradients import clear_gradients
 from fsdp2_strategy.model.names import named_parameters
+from fsdp2_strategy.model.state import model_state
+from fsdp2_strategy.optim.step import _IS_STEPPING
 
 SAMPLES = 20  # 5 micro-batches of 2 on 2 ranks: an odd number
 
@@ -371,6 +373,7 @@ def test_steps_follow_from_whole_batches_of_examples(tmp_path):
         assert strategy.optimizer.param_groups[0]["lr"] == 0.0
         for _ in range(int(steps * 0.25)):
             assert strategy.optimizer.param_groups[0]["lr"] < 0.01
+            model_state(strategy.optimizer).set(_IS_STEPPING, True)  # as in optimizer_step
             strategy.optimizer.step()
             strategy.lr_scheduler.step()
         assert strategy.optimizer.param_groups[0]["lr"] == 0.01
