@@ -450,7 +450,7 @@ class SafetensorsReader(StorageReader):
 
         Raises:
             CheckpointError: there is no safetensors file, or a header is invalid.
-            DamageError: a file is damaged.
+            DamageError: a file is corrupt.
         """
         if self.path is None:
             raise CheckpointError(
