@@ -662,8 +662,8 @@ class LocalLoadPlanner(LoadPlanner):
             begins, lengths = (torch.Size([each[i] for each in box.full]) for i in (0, 1))
             local = torch.Size([begin for begin, _ in box.local])
             index = MetadataIndex(name, begins)
-            whole = MetadataIndex(stored, torch.Size([0] * tensor.ndim))
-            yield ReadItem(LoadItemType.TENSOR, index, local, whole, begins, lengths)
+            origin = MetadataIndex(stored, torch.Size([0] * tensor.ndim))
+            yield ReadItem(LoadItemType.TENSOR, index, local, origin, begins, lengths)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Return the plans unchanged."""
