@@ -230,6 +230,12 @@ def test_torchs_own_reader_reads_the_files_and_this_one_reads_those_of_torchs_wr
     other = {n: t for n, t in tensors_on(mesh, 2).items() if n in expected}
     load(other, tmp_path / "theirs")
     assert plain(other) == expected
+    dist.barrier()
+    if dist.get_rank() == 0:
+        next((tmp_path / "theirs").glob("shard-00001*")).unlink()
+    dist.barrier()
+    with pytest.raises(CheckpointException, match="which do not add up to the shape"):
+        load(other, tmp_path / "theirs")
 
 
 @pytest.mark.ranks(2)
@@ -269,10 +275,16 @@ def test_a_save_over_another_leaves_none_of_its_files(tmp_path):
     dist.barrier()
     if dist.get_rank() == 0:
         (path / "notes.txt").write_text("mine")
+        save_file({"x": torch.ones(1)}, path / "adapter_model.safetensors")
         assert (path / "model.safetensors.index.json").exists()
     save({"c": torch.ones(3)}, path)
     dist.barrier()
-    assert {file.name for file in path.iterdir()} == {"model.safetensors", "checksums", "notes.txt"}
+    assert {file.name for file in path.iterdir()} == {
+        "model.safetensors",
+        "checksums",
+        "notes.txt",
+        "adapter_model.safetensors",
+    }
     assert list(load_file(path / "model.safetensors")) == ["c"]
     with pytest.raises(CheckpointException, match="overwrite is False"):
         save({"c": torch.zeros(3)}, path, overwrite=False)
@@ -303,6 +315,7 @@ def test_what_cannot_be_saved_or_loaded_is_named_on_every_rank(tmp_path):
     path, mesh = tmp_path / "it", mesh_of_all()
     own = {"own": torch.ones(2 + dist.get_rank())}
     for state, says in (
+        ({"list": [{"__tuple__": [1]}]}, "cannot save list: .* are reserved"),
         ({"fn": print}, "cannot save fn: its value is a builtin_function_or_method"),
         ({"deep": {"model": nn.Linear(1, 1)}}, "cannot save deep.model: its value is a Linear"),
         ({"a.b": 1, "a": {"b": 2}}, "two values of the state dict have the name 'a.b'"),
@@ -326,6 +339,10 @@ def test_what_cannot_be_saved_or_loaded_is_named_on_every_rank(tmp_path):
     ):
         with pytest.raises(CheckpointException, match=says):
             load(state, path)
+    dcp.save({"n": 1, "a": torch.ones(3)}, storage_writer=SafetensorsWriter(path), planner=LocalSavePlanner())
+    dist.barrier()
+    with pytest.raises(CheckpointException, match=r"expected planner=LocalLoadPlanner\(\)"):
+        dcp.load({"n": 0}, storage_reader=SafetensorsReader(path))
     with pytest.raises(CheckpointException, match="it has no safetensors files"):
         load({"a": torch.ones(3)}, tmp_path / "nothing")
 

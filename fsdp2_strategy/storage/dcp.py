@@ -26,6 +26,7 @@ import io
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
@@ -82,6 +83,7 @@ _INDEX = "model.safetensors.index.json"
 _VALUES_BYTES = 1 << 30
 _OF_TORCH = "DCP_SHARDING_INFO"
 """Key of a header's metadata: the offsets of the parts of tensors that torch's own Hugging Face writer stores."""
+_OF_A_SAVE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _TUPLE, _BYTES = "__tuple__", "__bytes__"
 
 Path_ = tuple[str | int, ...]
@@ -153,6 +155,8 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, list):
         return [_as_json(each) for each in value]
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        if value.keys() & {_TUPLE, _BYTES}:
+            raise TypeError(f"the keys {_TUPLE} and {_BYTES} are reserved")
         return {key: _as_json(each) for key, each in value.items()}
     return as_json_values(value)
 
@@ -418,8 +422,9 @@ def _nbytes(item: WriteItem) -> int:
 
 
 def _earlier_files(path: Path) -> list[str]:
-    """Return the names of the files of an earlier save in a folder."""
-    found = [*path.glob("*.safetensors"), *path.glob(f"{CHECKSUMS}/rank*.json"), path / _INDEX, path / VALUES]
+    """Return the names of the files of an earlier save in a folder; other safetensors files are not among them."""
+    tensors = (file for file in path.glob("model*.safetensors") if _OF_A_SAVE.fullmatch(file.name))
+    found = [*tensors, *path.glob(f"{CHECKSUMS}/rank*.json"), path / _INDEX, path / VALUES]
     return [file.relative_to(path).as_posix() for file in found if file.exists()]
 
 
@@ -448,10 +453,16 @@ class SafetensorsReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return names, shapes and dtypes of all tensors, from the headers, and the names of values; not collective.
 
-        Raises:
-            CheckpointError: there is no safetensors file, or a header is invalid.
-            DamageError: a file is corrupt.
+        An error is raised by `set_up_storage_reader`, because torch 2.11 replaces those of this method.
         """
+        self._error: CheckpointError | None = None
+        try:
+            return self._read_metadata()
+        except CheckpointError as error:
+            self._error = error
+            return Metadata({})
+
+    def _read_metadata(self) -> Metadata:
         if self.path is None:
             raise CheckpointError(
                 "cannot load: there is no folder, expected one. Pass SafetensorsReader(path), or checkpoint_id=path."
@@ -468,10 +479,17 @@ class SafetensorsReader(StorageReader):
             chunks = [ChunkStorageMetadata(torch.Size(at), torch.Size(entry.shape)) for at, entry in of_tensor]
             properties = TensorProperties(of_tensor[0][1].dtype)
             found[name] = TensorStorageMetadata(properties, torch.Size(_shape_of(of_tensor)), chunks)
-        return Metadata(found, storage_data=_Stored({n: _region_of(p) for n, p in parts.items()}, values))
+        return Metadata(found, storage_data=_Stored({n: _region_of(n, p) for n, p in parts.items()}, values))
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Keep where the tensors are; not collective."""
+        """Keep where the tensors are; not collective.
+
+        Raises:
+            CheckpointError: there is no safetensors file, or a header is invalid.
+            DamageError: a file is corrupt, or a part of a tensor is missing.
+        """
+        if self._error is not None:
+            raise self._error
         self._stored: _Stored = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -493,6 +511,11 @@ class SafetensorsReader(StorageReader):
         for item in plan.items:
             name = item.storage_index.fqn
             if item.type == LoadItemType.BYTE_IO:
+                if not isinstance(planner, LocalLoadPlanner):  # torch's own planner would unpickle it
+                    raise CheckpointError(
+                        f"cannot load {name}: it is a value that is not a tensor, and the planner is a "
+                        f"{type(planner).__name__}, expected planner=LocalLoadPlanner(). Pass it to dcp.load."
+                    )
                 planner.load_bytes(item, io.BytesIO(self._stored.values[name].encode()))
                 continue
             target = planner.resolve_tensor(item)
@@ -561,7 +584,17 @@ def _shape_of(parts: _Parts) -> tuple[int, ...]:
     return tuple(map(max, zip(*ends, strict=True))) if parts[0][1].shape else ()
 
 
-def _region_of(parts: _Parts) -> Region:
+def _region_of(name: str, parts: _Parts) -> Region:
+    """Return where the values of a tensor are.
+
+    Raises:
+        DamageError: its parts do not add up to the tensor: a file is missing.
+    """
+    if sum(math.prod(entry.shape) for _, entry in parts) != math.prod(_shape_of(parts)):
+        raise DamageError(
+            f"cannot load {name}: the files have {len(parts)} of its parts, which do not add up to the shape "
+            f"{list(_shape_of(parts))}, expected all parts. Copy the missing files."
+        )
     if len(parts) == 1 and not any(parts[0][0]):
         return Region.of(parts[0][1], parts[0][1].shape, parts[0][1].dtype)
     pieces = tuple(Piece(entry, at, entry.shape, row_major(entry.shape), 0) for at, entry in parts)
