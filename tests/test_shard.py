@@ -36,7 +36,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, build_mesh, build_optimizer, shard_model
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, build_mesh, build_optimizer, explain, shard_model
 from fsdp2_strategy.errors import MeshError, OptimizerError, ShardError
 from fsdp2_strategy.model.fsdp_state import parameter_groups
 from fsdp2_strategy.model.names import named_parameters
@@ -681,3 +681,21 @@ def test_a_model_of_scalars_is_replicated_and_trains(bf16, tmp_path):
         strategy.load_ckpt(model, tmp_path, tag="a")
         for name, parameter in unsharded.named_parameters():
             torch.testing.assert_close(model.get_parameter(name), parameter)
+
+
+@pytest.mark.ranks(2)
+def test_a_mesh_that_contradicts_the_configuration_is_an_error_on_every_rank():
+    for mesh, config, says in (
+        (
+            build_mesh(),
+            StrategyConfig(tensor_parallel_size=2),
+            "tensor_parallel_size of .* is 2, and 1 in the mesh",
+        ),
+        (build_mesh(1), StrategyConfig(shard_size=2), "shard_size of the configuration is 2, and 1 in the mesh"),
+    ):
+        with pytest.raises(MeshError, match=says):
+            shard_model(build("llama"), mesh, config)
+    shard_model(build("llama"), build_mesh(1), StrategyConfig(shard_size=1))
+    for function in (lambda: shard_model(build("llama"), None, {"bf16": False}), lambda: explain(build("llama"), 8)):
+        with pytest.raises(ShardError, match="expected a StrategyConfig"):
+            function()

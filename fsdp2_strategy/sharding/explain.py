@@ -29,7 +29,7 @@ from fsdp2_strategy.sharding.blocks import parameter_count
 from fsdp2_strategy.sharding.bypassed_units import find_bypassed_units
 from fsdp2_strategy.sharding.features import feature
 from fsdp2_strategy.sharding.plan import ShardPlan, Unit, modules_to_recompute, plan_units
-from fsdp2_strategy.sharding.units import check_reshard, reshard_of, shard_size_for
+from fsdp2_strategy.sharding.units import check_config, check_reshard, reshard_of, shard_size_for
 
 if TYPE_CHECKING:
     from fsdp2_strategy.parallel.tensor.plan import TensorPlan
@@ -73,7 +73,8 @@ def explain(
             f"cannot explain {class_name(model)}: it is already sharded, expected a model before prepare_model. The "
             "log of prepare_model says how it was sharded."
         )
-    config = config or StrategyConfig()
+    config = StrategyConfig() if config is None else config
+    check_config(config, "explain")
     world_size = world_size or process_group.world_size()
     of_layers, of_experts = config.tensor_parallel_size, config.expert_parallel_size
     shard_size = shard_size_for(model, config, is_training=is_training, world_size=world_size)

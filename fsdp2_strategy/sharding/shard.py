@@ -63,7 +63,7 @@ from fsdp2_strategy.sharding.prefetch import PrefetchOrder
 from fsdp2_strategy.sharding.rank_divergence import watch_units
 from fsdp2_strategy.sharding.same_weights import check_same_everywhere
 from fsdp2_strategy.sharding.skipped_units import SkippedUnits
-from fsdp2_strategy.sharding.units import check_reshard, shard_size_for, shard_units
+from fsdp2_strategy.sharding.units import check_config, check_reshard, shard_size_for, shard_units
 
 if TYPE_CHECKING:
     from fsdp2_strategy.parallel.tensor.plan import TensorPlan
@@ -102,23 +102,25 @@ def shard_model(
         model: any module, or an actor wrapper (``is_actor`` is true, and ``.model`` is the model).
         mesh: a mesh from `build_mesh`; by default, that of the sizes in ``config``. If it has the axis "tp", layers are
             split over this axis, and then `fully_shard` splits each rank's parameters over the others.
-        config: the settings; by default those of `StrategyConfig()`. Its ``shard_size`` and ``tensor_parallel_size``
-            have no effect if there is a mesh.
+        config: the settings; by default those of `StrategyConfig()`. If there is a mesh, its sizes are used, and a
+            ``shard_size`` or ``tensor_parallel_size`` that is set must be equal.
         is_training: shard for training: trainable parameters are stored as fp32 master weights.
 
     Returns:
         ``model`` itself.
 
     Raises:
-        MeshError: ``expert_parallel_size`` does not fit the mesh, or differs between ranks.
+        MeshError: a size of ``config`` contradicts the mesh, or ``expert_parallel_size`` does not fit it, or differs
+            between ranks.
         ShardError: the model has no parameters, a class name or pattern matches nothing, an ignored module is tied to
             one that is not ignored, ``reshard_after_forward`` does not divide the shard size, the layers cannot be
             split over the axis "tp" (see `plan_tensor_parallel` and `check_tensor_plan`), the experts cannot be divided
             (see `plan_experts`), the ranks hold different models, the model was sharded for inference before and
             ``is_training`` is set, or it was sharded with other sizes or another plan of tensor or expert parallelism.
     """
-    config = config or StrategyConfig()
-    _check_kinds(mesh, config)
+    config = StrategyConfig() if config is None else config
+    check_config(config, "shard")
+    _check_mesh(mesh, config)
     root = unwrap_model(model)
     if is_sharded(root):
         _check_sharded(root, mesh, config, is_training=is_training)
@@ -235,14 +237,23 @@ def mesh_for(model: nn.Module, config: StrategyConfig, *, is_training: bool) -> 
     )
 
 
-def _check_kinds(mesh: object, config: object) -> None:
-    """Raise ShardError if the mesh or the configuration is of another kind."""
+def _check_mesh(mesh: object, config: StrategyConfig) -> None:
+    """Raise if the mesh is of another kind, or contradicts a size of the configuration."""
     if not isinstance(mesh, DeviceMesh | None):
         raise ShardError(f"cannot shard a model: the mesh is {mesh!r}, expected a mesh. Pass build_mesh(shard_size).")
-    if not isinstance(config, StrategyConfig):
-        raise ShardError(
-            f"cannot shard a model: the configuration is {config!r}, expected a StrategyConfig. Construct one."
-        )
+    if mesh is None:
+        return
+    data_mesh, layer_mesh = data_parallel_mesh(mesh), tensor_parallel_mesh(mesh)
+    sizes = {
+        "shard_size": (config.shard_size, (-1, "auto"), data_mesh.size(data_mesh.ndim - 1)),
+        "tensor_parallel_size": (config.tensor_parallel_size, (1,), 1 if layer_mesh is None else layer_mesh.size()),
+    }
+    for name, (size, defaults, of_mesh) in sizes.items():
+        if size not in (*defaults, of_mesh):
+            raise MeshError(
+                f"cannot shard a model: {name} of the configuration is {size}, and {of_mesh} in the mesh, expected one "
+                "size. Leave the mesh out, or build it with the same sizes."
+            )
 
 
 def _watch(

@@ -32,6 +32,14 @@ from fsdp2_strategy.sharding.plan import ShardPlan, Unit
 from fsdp2_strategy.sharding.precision import Precision
 
 
+def check_config(config: object, action: str) -> None:
+    """Raise ShardError if the settings are not a `StrategyConfig`."""
+    if not isinstance(config, StrategyConfig):
+        raise ShardError(
+            f"cannot {action} a model: the configuration is {config!r}, expected a StrategyConfig. Construct one."
+        )
+
+
 def shard_size_for(
     model: nn.Module, config: StrategyConfig, *, is_training: bool, world_size: int | None = None
 ) -> int:
