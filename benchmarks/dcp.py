@@ -10,7 +10,6 @@ are compared. Writes dcp.json, prints a table. `--smoke` runs everything in seco
 
 import shutil
 import statistics
-import time
 from pathlib import Path
 
 import harness
@@ -29,14 +28,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from fsdp2_strategy.storage import LocalLoadPlanner, LocalSavePlanner, SafetensorsReader, SafetensorsWriter
 
 TENSORS = 64
-
-
-def timed(call) -> float:
-    dist.barrier()
-    begun = time.perf_counter()
-    call()
-    dist.barrier()
-    return time.perf_counter() - begun
 
 
 def save(backend: str, state: dict, path: Path) -> None:
@@ -77,10 +68,10 @@ def work(rank: int, options: dict) -> None:
             if rank == 0:
                 shutil.rmtree(path, ignore_errors=True)
                 path.mkdir(parents=True)
-            saving = timed(lambda backend=backend, path=path: save(backend, state, path))
+            saving = harness.seconds_of(lambda backend=backend, path=path: save(backend, state, path))
             for tensor in state.values():
                 tensor.to_local().zero_()
-            loading = timed(lambda backend=backend, path=path: load(backend, state, path))
+            loading = harness.seconds_of(lambda backend=backend, path=path: load(backend, state, path))
             for name, tensor in state.items():
                 harness.check_equal(tensor.to_local(), expected[name], f"{backend}: {name}")
             if turn:  # the first one warms up

@@ -326,6 +326,15 @@ def check_equal(found: torch.Tensor, expected: torch.Tensor, name: str) -> None:
 # --- turns ------------------------------------------------------------------------------------------------------------
 
 
+def seconds_of(call: Callable[[], object]) -> float:
+    """Return how long a call takes on all ranks; collective."""
+    dist.barrier()
+    begun = time.perf_counter()
+    call()
+    dist.barrier()
+    return time.perf_counter() - begun
+
+
 def turn(call: Callable[[], object], finish: Callable[[object], None] = id) -> dict:
     """Run one contestant on all ranks; return seconds, and this rank's peak memory and bytes read and written."""
     gc.collect()

@@ -9,7 +9,6 @@ signature.json, prints a table. `--smoke` runs everything in seconds, with a tin
 import os
 import shutil
 import statistics
-import time
 from pathlib import Path
 
 import harness
@@ -18,14 +17,6 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2_strategy import StrategyConfig, load_checkpoint, save_checkpoint, shard_model
-
-
-def timed(call) -> float:
-    dist.barrier()
-    begun = time.perf_counter()
-    call()
-    dist.barrier()
-    return time.perf_counter() - begun
 
 
 def work(rank: int, options: dict) -> None:
@@ -45,8 +36,8 @@ def work(rank: int, options: dict) -> None:
     }
     for turn in range(options["rounds"] + 1):
         for how, key in (("unsigned", None), ("signed", key_file)):
-            save = timed(lambda key=key: save_checkpoint(model, folder / "ckpts", "one", key_file=key))
-            load = timed(lambda key=key: load_checkpoint(model, folder / "ckpts", key_file=key))
+            save = harness.seconds_of(lambda key=key: save_checkpoint(model, folder / "ckpts", "one", key_file=key))
+            load = harness.seconds_of(lambda key=key: load_checkpoint(model, folder / "ckpts", key_file=key))
             if turn:  # the first one warms up
                 seconds[f"save {how}"].append(save)
                 seconds[f"load {how}"].append(load)

@@ -755,10 +755,6 @@ class TrainingStrategy:
                 f"cannot save: client_state is a {type(client_state).__name__}, expected a dictionary. Store the value "
                 "under a name: client_state={'name': value}."
             )
-        if not isinstance(layout, Layout | None):
-            raise CheckpointError(
-                f"cannot save: layout is {layout!r}, expected a LeRobotLayout, a TrainerLayout or None. Construct one."
-            )
         models = models_by_name("save", model)
         optimizers, schedulers = (
             for_each("save", what, models, given)

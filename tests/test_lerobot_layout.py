@@ -10,6 +10,7 @@ import os
 import shutil
 import threading
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import fsdp2_strategy.checkpoint.save as saving
-from fsdp2_strategy import EMA, FSDPV2Strategy, list_checkpoints, sizes, verify_checkpoint
+from fsdp2_strategy import EMA, FSDPV2Strategy, list_checkpoints, save_checkpoint, sizes, verify_checkpoint
 from fsdp2_strategy.cli import main
 from fsdp2_strategy.data import ResumableLoader
 from fsdp2_strategy.errors import CheckpointError, ConfigError
@@ -789,3 +790,11 @@ def test_a_robots_folder_takes_no_adapters_beside_weights_and_no_weights_beside_
         save_policy(second, tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     save_policy(first, tmp_path)
+
+
+@pytest.mark.ranks(2)
+def test_a_layout_of_another_kind_is_named_on_every_rank(tmp_path):
+    strategy, model, _ = start(policy=build("llama"))
+    for save in (partial(strategy.save_ckpt, model), partial(save_checkpoint, model)):
+        with pytest.raises(CheckpointError, match="layout is 'lerobot', expected a LeRobotLayout, a TrainerLayout or"):
+            save(tmp_path, layout="lerobot")

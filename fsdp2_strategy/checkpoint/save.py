@@ -158,7 +158,11 @@ def save_checkpoint(
         ArgumentError: several models have invalid names, or an argument is no mapping by their names.
     """
     background_save.wait()
-    layout = layout or Layout()
+    layout = Layout() if layout is None else layout
+    if not isinstance(layout, Layout):
+        raise CheckpointError(
+            f"cannot save: layout is {layout!r}, expected a LeRobotLayout, a TrainerLayout or None. Construct one."
+        )
     models = _objects_of_models(model, step, optimizer, scheduler, tokenizer=tokenizer, ema=ema, loss_scale=loss_scale)
     steps = {name: own.step for name, own in models.items()}
     request = SaveRequest(
