@@ -212,3 +212,43 @@ def test_the_groups_of_a_mesh_with_replicas_have_the_time_out_of_the_ranks_that_
         assert {timeout_of(group, torch.device("cpu")) for group in groups} == {timedelta(seconds=90)}
     finally:
         strategy.setup_distributed(before)
+
+
+FORKED = """
+import multiprocessing, os, sys, torch, torch.distributed as dist
+from fsdp2_strategy import FSDPV2Strategy
+from fsdp2_strategy.checkpoint.background_save import save_in_background
+from fsdp2_strategy.distributed.lost_ranks import report_key
+from fsdp2_strategy.distributed.torch_internals import default_store
+import threading
+
+def rank(number, port):
+    os.environ |= {"RANK": str(number), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    strategy = FSDPV2Strategy(bf16=False)
+    strategy.setup_distributed()
+    goes_on = threading.Event()
+    save_in_background("test", goes_on.wait)
+    worker = multiprocessing.get_context("fork").Process(target=int)
+    worker.start()
+    worker.join(20)
+    assert worker.exitcode == 0, worker.exitcode  # it does not wait for this process's save
+    assert strategy.all_reduce(number, op="sum") == 1  # it has not ended this process's group
+    reported = default_store().check([report_key(number)])
+    strategy.all_reduce(1.0)
+    goes_on.set()
+    assert not reported
+
+if __name__ == "__main__":
+    ranks = [multiprocessing.get_context("fork").Process(target=rank, args=(i, sys.argv[1])) for i in range(2)]
+    [each.start() for each in ranks]
+    [each.join() for each in ranks]
+    sys.exit(sum(each.exitcode for each in ranks))
+"""
+
+
+def test_the_end_of_a_process_forked_from_a_rank_is_not_the_end_of_the_rank(tmp_path):
+    (script := tmp_path / "forked.py").write_text(FORKED)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    subprocess.run([sys.executable, script, str(port)], check=True, timeout=120)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.log import logger
 from fsdp2_strategy.distributed.lost_ranks import add_note
+from fsdp2_strategy.distributed.process_end import call_at_end
 from fsdp2_strategy.distributed.process_group import (
     current_device,
     group_among,
@@ -131,10 +132,8 @@ def _at_exit() -> None:
         wait()
 
 
-# `threading` calls the functions registered here in reverse order of registration. concurrent.futures has registered
-# its own at import, before this one, so `_at_exit` runs before the thread pools are shut down. Functions registered
-# with `atexit` would run too late.
-threading._register_atexit(_at_exit)  # type: ignore[attr-defined]
+# concurrent.futures has registered its own at import, before this one, so the thread pools are shut down after it.
+call_at_end(_at_exit)
 
 _staging = Staging()
 _in_flight: list[_Save] = []

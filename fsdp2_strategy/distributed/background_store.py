@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from fsdp2_strategy.distributed.process_end import call_at_end
 from fsdp2_strategy.distributed.torch_internals import default_store
 
 _SECONDS = 5.0
@@ -56,5 +57,5 @@ def _forget_lock() -> None:
     _uses_store = threading.Lock()
 
 
-threading._register_atexit(_end_requests)  # type: ignore[attr-defined]
+call_at_end(_end_requests)
 os.register_at_fork(after_in_child=_forget_lock)

@@ -15,7 +15,6 @@ import functools
 import os
 import re
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Collection
@@ -28,6 +27,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from fsdp2_strategy.distributed.process_end import call_at_end
 from fsdp2_strategy.distributed.process_group import group_in_use, ranks_of
 from fsdp2_strategy.distributed.torch_internals import (
     default_store,
@@ -235,7 +235,7 @@ def report_end() -> None:
 
 
 # Registered after `process_group._destroy_at_exit`, so it runs before.
-threading._register_atexit(report_end)  # type: ignore[attr-defined]
+call_at_end(report_end)
 
 
 def _note(error: BaseException, call: str) -> str:

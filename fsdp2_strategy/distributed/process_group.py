@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from fsdp2_strategy.distributed.process_end import call_at_end
 from fsdp2_strategy.distributed.rendezvous import fresh_store
 from fsdp2_strategy.distributed.tcp_rendezvous import LocalRank, Rendezvous, meet
 from fsdp2_strategy.distributed.torch_internals import new_named_group, timeout_of
@@ -116,7 +117,7 @@ def _destroy_at_exit() -> None:
 
 
 # `background_save` registers later, so its function, which waits for a save, runs before this one.
-threading._register_atexit(_destroy_at_exit)  # type: ignore[attr-defined]
+call_at_end(_destroy_at_exit)
 
 
 @contextmanager
