@@ -34,9 +34,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp2_strategy.checkpoint import directory
 from fsdp2_strategy.checkpoint.paths import CHECKSUMS, RNG, CheckpointPaths
-from fsdp2_strategy.checkpoint.storage import ComponentWriter
 from fsdp2_strategy.storage.checksums import Block
 from fsdp2_strategy.storage.component import Component
+from fsdp2_strategy.storage.dcp_save import ComponentWriter, LocalSavePlanner
 from fsdp2_strategy.storage.write import _group_adjacent, _runs
 
 ROWS, COLUMNS = 8192, 16
@@ -63,10 +63,11 @@ def timed(call: Callable[[], object]) -> tuple[float, object]:
 
 def plan_save(tensors: dict[str, torch.Tensor], folder: Path) -> tuple[object, list]:
     """Plan a save as a rank does before it writes a byte; return the plan that it sends, and its ranges, grouped."""
-    component, planner = Component.of(folder, tensors), DefaultSavePlanner()
-    planner.set_up_planner({})
-    sent = ComponentWriter([component]).prepare_local_plan(planner.create_local_plan())
-    return sent, list(_group_adjacent([run for request in component.write_requests() for run in _runs(request)]))
+    planner, writer = LocalSavePlanner(), ComponentWriter()
+    planner.set_up_planner({"model": Component.of(folder, tensors)})
+    sent = writer.prepare_local_plan(planner.create_local_plan())
+    requests = planner.finish_plan(sent).planner_data.requests
+    return sent, list(_group_adjacent([run for request in requests for run in _runs(request)]))
 
 
 def check_plan(groups: list, tensors: dict[str, torch.Tensor]) -> None:
@@ -117,7 +118,7 @@ def measure(ranks: int, count: int, rounds: int, folder: Path) -> dict:
     plans = [sent] * ranks
     # Each rank sends its plan, the digest of the request, and the digest of its checksum manifest.
     message = sum(len(pickle.dumps(each)) for each in (sent, "0" * 64, "0" * 16))
-    compared, _ = timed(lambda: [p.storage_data for p in plans if p.storage_data != plans[0].storage_data])
+    compared, _ = timed(lambda: [p for p in plans if p.planner_data.digest != sent.planner_data.digest])
     committed, checkpoint_manifest_bytes = commit(ranks, manifest, folder / "commit")
     shutil.rmtree(folder / "commit")
     return {

@@ -1,20 +1,18 @@
-"""Write and read this rank's byte ranges of safetensors files, with `torch.distributed.checkpoint`.
+"""Call `torch.distributed.checkpoint` with the components of a checkpoint, or with read requests.
 
 Input: `Component`s, each a folder of files and the tensors to write to it; for a load, read requests. Output: the
-files and checksums; for a load, filled tensors.
+files and checksums; for a load, filled tensors. The planners, writer and reader are in `storage.dcp_save` and
+`storage.dcp_load`. DCP runs the phases, and raises errors on all ranks.
 
-[Note: local plans] torch's planners gather the plans of all ranks on one rank, and the cost grows with the number of
-ranks times the number of tensors. So these planners get an empty state dict here, and each rank plans its own writes.
-Offsets follow from names, shapes and dtypes, which are the same on all ranks. A rank sends only a digest of the file
-headers, and the coordinator compares the digests. torch runs the phases, and raises errors on all ranks.
+[Note: beside DCP] Two steps have no place in DCP's phases. A tensor whose values in the files are not this rank's own
+(a conversion that cuts across shards) is gathered after `save`, one tensor at a time: a rank that fails within DCP's
+write phase would leave the others in a gather. And ranks that hold the same shards divide the reads; they broadcast
+what they read after `load`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,164 +22,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from torch.futures import Future
 
 from fsdp2_strategy.checkpoint.paths import CheckpointPaths
 from fsdp2_strategy.distributed.agreement import all_or_none, error_text
-from fsdp2_strategy.distributed.process_group import group_in_use, rank, world_size
+from fsdp2_strategy.distributed.process_group import group_in_use, world_size
 from fsdp2_strategy.errors import CheckpointError, DamageError, some
 from fsdp2_strategy.hf.mismatches import CHECKPOINT, describe_shapes
-from fsdp2_strategy.storage.checksums import Block, Checksums, blocks_of
+from fsdp2_strategy.storage.checksums import Block, Checksums
 from fsdp2_strategy.storage.component import Component
+from fsdp2_strategy.storage.dcp_load import LocalLoadPlanner, RegionReader
+from fsdp2_strategy.storage.dcp_save import ComponentWriter, LocalSavePlanner
 from fsdp2_strategy.storage.file_reads import repeated
-from fsdp2_strategy.storage.output_files import check_shared_folder, create_files, index_of
+from fsdp2_strategy.storage.nested_states import FlatState
 from fsdp2_strategy.storage.regions import Region
 from fsdp2_strategy.storage.safetensors_format import Entry, read_header
 from fsdp2_strategy.storage.shares import (
     gathered_write_requests,
 )
-from fsdp2_strategy.storage.verified_read import Reader, ReadRequest
+from fsdp2_strategy.storage.verified_read import ReadRequest
 from fsdp2_strategy.storage.write import WriteRequest, force_to_disk, write_all
 
 LoadTargets = Sequence[tuple[str, Region, torch.Tensor]]
 """Tensors to fill, each with its name and the location of its values in files."""
-
-
-class ComponentWriter(StorageWriter):
-    """Write components; each rank writes its byte ranges directly into the shared files.
-
-    Args:
-        components: the components to write.
-    """
-
-    def __init__(self, components: Sequence[Component]) -> None:
-        self._components = components
-        self.blocks: dict[Path, list[Block]] = {}
-        """Checksums of the tensors' bytes that this rank wrote; on rank 0, also those of the headers of all files."""
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: a writer is used for one save."""
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: `prepare_global_plan` creates the folders."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Add a digest of the file headers to the plan, for the coordinator."""
-        headers = hashlib.sha256()
-        for component in self._components:
-            for file in component.files:
-                headers.update(str(file.path).encode() + file.header)
-        return replace(plan, storage_data=headers.hexdigest())
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Compare the ranks' digests, and create the folders; the coordinator calls it.
-
-        Raises:
-            CheckpointError: names, shapes or dtypes of the tensors differ between ranks.
-        """
-        different = [rank for rank, plan in enumerate(plans) if plan.storage_data != plans[0].storage_data]
-        if different:
-            raise CheckpointError(
-                f"cannot save: names, shapes or dtypes of the tensors on ranks {different} differ from those on rank "
-                "0, expected the same on all ranks. Save the same model and optimizer on all ranks."
-            )
-        for component in self._components:
-            component.folder.mkdir(parents=True, exist_ok=True)
-            signed = component.is_signed
-            self.blocks |= {file.path: blocks_of(file.header, is_signed=signed) for file in component.files}
-        return plans
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Create some of the files, write this rank's ranges of all files, and fsync what it created or wrote."""
-        files = [file for component in self._components for file in component.files]
-        first, end = (n * len(files) // world_size() for n in (rank(), rank() + 1))
-        own = files[first:end]
-        create_files(own)
-        requests = [request for component in self._components for request in component.write_requests()]
-        is_signed = any(component.is_signed for component in self._components)
-        written = write_all(requests, hashed=True, create=True, is_signed=is_signed)
-        self.add_blocks(written)
-        force_to_disk({*written, *(file.path for file in own)})  # other files may not exist yet
-        if rank() == 0:
-            for component in self._components:
-                if len(component.files) > 1:
-                    index = component.folder / f"{component.stem}.safetensors.index.json"
-                    index.write_text(json.dumps(index_of(component.files), indent=2) + "\n")
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([])
-        return done
-
-    def add_blocks(self, blocks: Mapping[Path, Sequence[Block]]) -> None:
-        """Add checksums of bytes that this rank wrote."""
-        for path, written in blocks.items():
-            self.blocks.setdefault(path, []).extend(written)
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Check that the files have the expected headers, which other ranks wrote; the coordinator calls it.
-
-        Raises:
-            CheckpointError: a file or its header is missing: the ranks do not share the folder.
-        """
-        for component in self._components:
-            check_shared_folder(component.files)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return False: the components have their own folders."""
-        return False
-
-
-class RequestReader(StorageReader):
-    """Carry out read requests; each rank reads its byte ranges directly into its shards.
-
-    Args:
-        requests: this rank's read requests.
-        checksums: checksums to verify the bytes with; None to read without verification.
-        label: label of the progress bar.
-    """
-
-    def __init__(self, requests: Sequence[ReadRequest], checksums: Checksums | None, label: str) -> None:
-        self._requests, self._checksums, self._label = requests, checksums, label
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: a reader is used for one load."""
-
-    def read_metadata(self) -> Metadata:
-        """Return no metadata: the requests contain the location of the tensors."""
-        return Metadata({})
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged."""
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Carry out the read requests.
-
-        Raises:
-            CheckpointError: a file cannot be read, or its bytes do not match their checksum.
-        """
-        with Reader(self._label, self._checksums) as reader:
-            reader.read(self._requests)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return False: the requests contain the paths."""
-        return False
 
 
 def stored_in(folder: Path, paths: CheckpointPaths | None = None) -> dict[str, Entry]:
@@ -224,9 +88,16 @@ def write_components(components: Sequence[Component]) -> dict[Path, list[Block]]
     Returns:
         The checksums of the tensors' bytes that this rank wrote, by file; on rank 0, also those of all headers.
     """
-    writer = ComponentWriter(components)
+    writer = ComponentWriter()
+    state: dict[str, Any] = {str(component.folder): component for component in components}
     with convert_dcp_errors():
-        save({}, storage_writer=writer, process_group=group_in_use(), no_dist=not dist.is_initialized())
+        save(
+            state,
+            storage_writer=writer,
+            planner=LocalSavePlanner(),
+            process_group=group_in_use(),
+            no_dist=not dist.is_initialized(),
+        )
     for component in components:
         if component.staged is None:
             for name, requests in _gather_regions(component):
@@ -282,9 +153,16 @@ def read_all(requests: Sequence[ReadRequest], checksums: Checksums | None, label
     Raises:
         DamageError: on every rank: a file cannot be read, or its bytes do not match their checksum.
     """
-    reader = RequestReader(requests, checksums, label)
+    state: dict[str, Any] = {"reads": {f"{i} {request.name}": request for i, request in enumerate(requests)}}
+    regions = {name: request.region for name, request in FlatState.of(state, "load").values.items()}
     with convert_dcp_errors(DamageError):
-        load({}, storage_reader=reader, process_group=group_in_use(), no_dist=not dist.is_initialized())
+        load(
+            state,
+            storage_reader=RegionReader(regions, checksums, label),
+            planner=LocalLoadPlanner(),
+            process_group=group_in_use(),
+            no_dist=not dist.is_initialized(),
+        )
 
 
 @contextmanager

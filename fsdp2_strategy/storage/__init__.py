@@ -1,6 +1,6 @@
 """Move bytes between files and shards of any model: the safetensors format, regions, checksums, reads and writes.
 
-`dcp` makes them a backend of `torch.distributed.checkpoint`.
+`dcp_save` and `dcp_load` make them a backend of `torch.distributed.checkpoint`.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 from fsdp2_strategy.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
-    from fsdp2_strategy.storage.dcp import LocalLoadPlanner as LocalLoadPlanner
-    from fsdp2_strategy.storage.dcp import LocalSavePlanner as LocalSavePlanner
-    from fsdp2_strategy.storage.dcp import SafetensorsReader as SafetensorsReader
-    from fsdp2_strategy.storage.dcp import SafetensorsWriter as SafetensorsWriter
+    from fsdp2_strategy.storage.dcp_load import LocalLoadPlanner as LocalLoadPlanner
+    from fsdp2_strategy.storage.dcp_load import SafetensorsReader as SafetensorsReader
+    from fsdp2_strategy.storage.dcp_save import LocalSavePlanner as LocalSavePlanner
+    from fsdp2_strategy.storage.dcp_save import SafetensorsWriter as SafetensorsWriter
 
 _MODULE_OF = {
-    "LocalLoadPlanner": "dcp",
-    "LocalSavePlanner": "dcp",
-    "SafetensorsReader": "dcp",
-    "SafetensorsWriter": "dcp",
+    "LocalLoadPlanner": "dcp_load",
+    "LocalSavePlanner": "dcp_save",
+    "SafetensorsReader": "dcp_load",
+    "SafetensorsWriter": "dcp_save",
 }
 """The module of each public name."""
 
