@@ -47,16 +47,7 @@ def checksum_manifest(blocks: Mapping[str, Sequence[Block]]) -> bytes:
 
 
 def parse_checksums(content: bytes, path: Path, sizes_of_files: Mapping[str, int]) -> dict[str, Any]:
-    """Return the value of a checksum manifest.
-
-    Args:
-        content: the content of the file.
-        path: the file, for messages.
-        sizes_of_files: the files of the checkpoint and their sizes in bytes, by their names in the manifest.
-
-    Raises:
-        DamageError: the content does not fit the schema; or a block has an impossible place.
-    """
+    """Return the value of a checksum manifest."""
     try:
         listed: dict[str, Any] = parse_json(content, _CHECKSUMS)
         if listed["algorithm"] != ALGORITHM:

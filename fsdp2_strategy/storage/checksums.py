@@ -47,11 +47,7 @@ class Block:
 
 
 class BlockHash:
-    """Hash the bytes of a block while they are written.
-
-    Args:
-        is_signed: also compute the SHA-256 digest.
-    """
+    """Hash the bytes of a block while they are written."""
 
     def __init__(self, *, is_signed: bool) -> None:
         self._xxh3, self._sha256 = xxhash.xxh3_64(), hashlib.sha256() if is_signed else None
@@ -82,11 +78,7 @@ class CheckedRange:
         return Hasher(self)
 
     def check(self, content: bytes | memoryview, path: Path, what: str) -> None:
-        """Compare the digests of the range's bytes, read from ``path``, with those of its blocks.
-
-        Raises:
-            DamageError: a digest differs; the message contains ``what``, the file and the range.
-        """
+        """Compare the digests of the range's bytes, read from ``path``, with those of its blocks."""
         hasher = self.hasher()
         hasher.update(memoryview(content))
         hasher.check(path, what)
@@ -130,11 +122,7 @@ class Hasher:
         return ""
 
     def check(self, path: Path, what: str) -> None:
-        """Compare the digests with those of the blocks.
-
-        Raises:
-            DamageError: a digest differs; the message contains ``what``, the file and the range.
-        """
+        """Compare the digests with those of the blocks."""
         if problem := self.problem(path):
             raise DamageError(f"cannot read {what}: {problem}. The file is corrupt: load another checkpoint.")
 
@@ -171,11 +159,7 @@ path. The manifests that probably cover the range are read first."""
 
 
 class Checksums:
-    """The blocks of some files; checksum manifests are read only when a requested range needs them.
-
-    Args:
-        read_manifests: reads checksum manifests; see `ManifestReader`.
-    """
+    """The blocks of some files; checksum manifests are read only when a requested range needs them."""
 
     def __init__(self, read_manifests: ManifestReader) -> None:
         self._read_manifests = read_manifests
@@ -184,11 +168,7 @@ class Checksums:
         self._lock = threading.Lock()
 
     def covering(self, path: Path, begin: int, end: int) -> list[CheckedRange]:
-        """Return the ranges with checksums that contain bytes [begin, end) of a file.
-
-        Raises:
-            DamageError: blocks overlap, or some of the bytes have no checksum.
-        """
+        """Return the ranges with checksums that contain bytes [begin, end) of a file."""
         if begin >= end:
             return []
         with self._lock:

@@ -118,16 +118,7 @@ class Component:
         max_file_bytes: int | None = None,
         metadata: Mapping[str, str] = CONVERTED,
     ) -> Component:
-        """Lay out a folder. Only names and full sizes decide which tensor is in which file.
-
-        Args:
-            folder: the folder of the files.
-            tensors: the tensors to write, by the names that ``regions`` uses for its sources.
-            regions: the tensors of the files, by name in the files; by default ``tensors`` unchanged.
-            stem: prefix of the file names.
-            max_file_bytes: limit in bytes for one file; by default small enough that ranks write several files at once.
-            metadata: metadata of the file headers.
-        """
+        """Lay out a folder. Only names and full sizes decide which tensor is in which file."""
         return cls(folder, stem, tensors, FileLayout.of(tensors, regions, stem, max_file_bytes, metadata))
 
     @cached_property

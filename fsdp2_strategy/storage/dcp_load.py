@@ -61,13 +61,7 @@ class _Stored:
 
 
 class RegionReader(StorageReader):
-    """Read boxes of regions; each rank reads its byte ranges directly into its shards.
-
-    Args:
-        regions: where the values of each tensor are, by name.
-        checksums: checksums to verify the bytes with; None to read without verification.
-        label: label of the progress bar.
-    """
+    """Read boxes of regions; each rank reads its byte ranges directly into its shards."""
 
     def __init__(self, regions: Mapping[str, Region], checksums: Checksums | None, label: str) -> None:
         self._stored = _Stored(regions, {})
@@ -92,11 +86,7 @@ class RegionReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Carry out the read items, and compare checksums.
-
-        Raises:
-            DamageError: a file cannot be read, or its bytes do not match their checksum.
-        """
+        """Carry out the read items, and compare checksums."""
         requests, filled = [], []
         for item in plan.items:
             name = item.storage_index.fqn
@@ -232,11 +222,7 @@ def _shape_of(parts: _Parts) -> tuple[int, ...]:
 
 
 def _region_of(name: str, parts: _Parts) -> Region:
-    """Return where the values of a tensor are.
-
-    Raises:
-        DamageError: its parts do not add up to the tensor: a file is missing.
-    """
+    """Return where the values of a tensor are."""
     if sum(math.prod(entry.shape) for _, entry in parts) != math.prod(_shape_of(parts)):
         raise DamageError(
             f"cannot load {name}: the files have {len(parts)} of its parts, which do not add up to the shape "

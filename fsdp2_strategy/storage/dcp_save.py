@@ -203,11 +203,7 @@ class ComponentWriter(StorageWriter):
         self._is_coordinator = is_coordinator
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged.
-
-        Raises:
-            CheckpointError: it is not one of `LocalSavePlanner`.
-        """
+        """Return the plan unchanged."""
         if not isinstance(plan.planner_data, _Summary):
             raise CheckpointError(
                 "cannot save: the plan is not one of LocalSavePlanner, which lays out the files, expected planner="
@@ -251,11 +247,7 @@ class ComponentWriter(StorageWriter):
             self.blocks.setdefault(path, []).extend(written)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Check that the files have the expected headers, and write each index; the coordinator calls it.
-
-        Raises:
-            CheckpointError: a file or its header is missing: the ranks do not share the folder.
-        """
+        """Check that the files have the expected headers, and write each index; the coordinator calls it."""
         for component in self._components:
             check_shared_folder(component.files)
             if len(component.files) > 1:

@@ -36,16 +36,7 @@ _MOST_FAILING = 1000
 
 
 def read_file(path: Path, max_bytes: int, *, follow_link: bool = False) -> bytes:
-    """Return the content of a regular file.
-
-    Args:
-        path: the file.
-        max_bytes: size limit; a larger file is not read.
-        follow_link: whether the last part of the path may be a symbolic link.
-
-    Raises:
-        OSError: the file cannot be read, is not a regular file, or is too large.
-    """
+    """Return the content of a regular file."""
     with SourceFile(path, follow_link=follow_link) as file:
         if file.size > max_bytes:
             text = f"it has {file.size:,} bytes, expected at most {max_bytes:,}"
@@ -54,11 +45,7 @@ def read_file(path: Path, max_bytes: int, *, follow_link: bool = False) -> bytes
 
 
 def size_of_file(path: Path) -> int:
-    """Return the size of a regular file in bytes; a symbolic link is followed.
-
-    Raises:
-        OSError: the file does not exist, or is not a regular file.
-    """
+    """Return the size of a regular file in bytes; a symbolic link is followed."""
     found = repeated(path, path.stat)
     _check_regular(path, found)
     return found.st_size
@@ -68,23 +55,12 @@ def repeated(path: Path, action: Callable[[], _T]) -> _T:
     """Return the result of an action on a path, which is repeated after a transient error.
 
     See [Note: transient errors].
-
-    Raises:
-        OSError: the action failed for another reason, or failed too often.
     """
     return _Retries(path).run(action)
 
 
 class SourceFile:
-    """A regular file that is open for reading; threads may share it. Use it in a ``with`` block, or call `close`.
-
-    Args:
-        path: the file.
-        follow_link: whether the last part of the path may be a symbolic link.
-
-    Raises:
-        OSError: the file cannot be opened, or is not a regular file.
-    """
+    """A regular file that is open for reading; threads may share it. Use it in a ``with`` block, or call `close`."""
 
     def __init__(self, path: Path, *, follow_link: bool = True) -> None:
         self.path = path
@@ -115,11 +91,7 @@ class SourceFile:
         return self._version[0] if self._version else 0
 
     def read(self, action: Callable[[int], _T]) -> _T:
-        """Call ``action`` with the file's descriptor, again after a transient error; see [Note: transient errors].
-
-        Raises:
-            OSError: the action failed for another reason, or failed too often.
-        """
+        """Call ``action`` with the file's descriptor, again after a transient error; see [Note: transient errors]."""
         failed: list[int] = []
 
         def attempt() -> _T:
@@ -159,11 +131,7 @@ class _Retries:
         self._has_repeated_eio = False
 
     def run(self, attempt: Callable[[], _T]) -> _T:
-        """Call ``attempt``, again after a transient error.
-
-        Raises:
-            OSError: it failed for another reason, or failed too often.
-        """
+        """Call ``attempt``, again after a transient error."""
         for number, pause in enumerate(() if _fails_on(self._path) else PAUSES, 1):
             try:
                 return attempt()

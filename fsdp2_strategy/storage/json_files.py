@@ -46,16 +46,7 @@ def fsync(path: Path) -> None:
 
 
 def check_json(value: Any, where: str, levels: int = MAX_DEPTH) -> None:
-    """Raise if JSON cannot represent ``value``; tuples are allowed, but are read back as lists.
-
-    Args:
-        value: the value.
-        where: its name, for messages.
-        levels: how many levels of lists and dictionaries it may have.
-
-    Raises:
-        CheckpointError: a value does not fit; the message names its key.
-    """
+    """Raise if JSON cannot represent ``value``; tuples are allowed, but are read back as lists."""
     problem = ""
     if isinstance(value, dict | list | tuple) and not levels:
         where, problem = shortened(where), f"is nested more than {MAX_DEPTH} levels deep, expected fewer"

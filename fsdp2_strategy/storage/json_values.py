@@ -50,11 +50,7 @@ def _tagged(value: dict[Any, Any]) -> dict[str, Any]:
 
 
 def from_json_values(value: Any) -> Any:
-    """Return a value that `as_json_values` represented; tuples have become lists.
-
-    Raises:
-        InvalidError: a tag has a value that `as_json_values` does not write.
-    """
+    """Return a value that `as_json_values` represented; tuples have become lists."""
     if isinstance(value, list):
         return [from_json_values(each) for each in value]
     if not isinstance(value, dict):

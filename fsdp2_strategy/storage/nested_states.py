@@ -34,11 +34,7 @@ class FlatState:
 
     @classmethod
     def of(cls, state: Mapping[Any, Any], action: str) -> FlatState:
-        """Flatten a state dict.
-
-        Raises:
-            CheckpointError: two values have the same name.
-        """
+        """Flatten a state dict."""
         found = cls()
         for path, value in _leaves((), state):
             name = ".".join(map(str, path))
@@ -107,11 +103,7 @@ def from_json(value: Any) -> Any:
 
 
 def to_json(name: str, value: Any) -> str:
-    """Return a value as JSON, with tuples, bytes, infinities and integers of any size.
-
-    Raises:
-        CheckpointError: JSON cannot represent it.
-    """
+    """Return a value as JSON, with tuples, bytes, infinities and integers of any size."""
     try:
         return json.dumps(_as_json(value), allow_nan=False, sort_keys=True)
     except (TypeError, ValueError) as error:

@@ -51,15 +51,7 @@ def files_for(
     *,
     metadata: Mapping[str, str] = CONVERTED,
 ) -> list[File]:
-    """Distribute tensors, in the given order, over files of limited size; a tensor above the limit gets its own file.
-
-    Args:
-        folder: folder of the files.
-        stem: beginning of the file names.
-        regions: the tensors by name.
-        max_bytes: the limit, in bytes of tensors per file.
-        metadata: metadata of the headers.
-    """
+    """Distribute tensors, in their order, over files of limited size; a tensor above the limit gets its own file."""
     groups: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
     size = 0
     for name, region in regions.items():
@@ -105,11 +97,7 @@ def create_files(files: Iterable[File]) -> None:
 
 
 def check_shared_folder(files: Iterable[File]) -> None:
-    """Check that this rank sees the files that another rank created.
-
-    Raises:
-        CheckpointError: a file is missing or has another header: the folder is not on a shared file system.
-    """
+    """Check that this rank sees the files that another rank created."""
     for file in files:
         try:
             with file.path.open("rb") as stream:

@@ -53,14 +53,8 @@ class Piece:
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Return where elements of the source are in the region; the piece must have distinct elements.
 
-        Args:
-            in_source: positions [n] in the flattened source, int64.
-            source_size: number of elements of the source.
-            shape: the shape of the region.
-
-        Returns:
-            The indices [m] of those elements of ``in_source`` that are in the piece (None if the piece has all of them,
-            in the same order), and their positions [m] in the flattened region.
+        ``in_source`` are positions [n] in the flattened source. The first result are the indices [m] of those that are
+        in the piece, None if the piece has all of them in the same order; the second their positions in the region.
         """
         if self.shape == tuple(shape) and self.strides == row_major(shape) and math.prod(shape) == source_size:
             return None, in_source
@@ -411,13 +405,7 @@ _ARRANGEMENTS: dict[str, Callable[..., Any]] = {
 
 
 def assemble(region: Region, tensor_of: Callable[[Any], torch.Tensor], box: Box | None = None) -> torch.Tensor:
-    """Return a box of the region as a real tensor, built from full sources.
-
-    Args:
-        region: the region.
-        tensor_of: returns the full tensor of a source, contiguous; called for one source at a time.
-        box: the box to build; by default the full region.
-    """
+    """Return a box of the region as a real tensor, built from full sources."""
     box = box or tuple((0, n) for n in region.shape)
     result: torch.Tensor | None = None
     for piece in region.pieces:

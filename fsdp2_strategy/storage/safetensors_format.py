@@ -73,20 +73,12 @@ class Entry:
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """Return the location of each tensor of a file; check that header and file length agree.
-
-    Raises:
-        CheckpointError: the file is missing, truncated, or not a safetensors file; the message names the file.
-    """
+    """Return the location of each tensor of a file; check that header and file length agree."""
     return read_header_and_metadata(path)[0]
 
 
 def read_header_and_metadata(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Return the location of each tensor of a file, and the header's metadata.
-
-    Raises:
-        CheckpointError: see `read_header`.
-    """
+    """Return the location of each tensor of a file, and the header's metadata."""
     try:
         with SourceFile(path) as file:
             size = file.size
@@ -101,11 +93,7 @@ def read_header_and_metadata(path: Path) -> tuple[dict[str, Entry], dict[str, st
 
 
 def tensors_in(content: bytes, path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors and the metadata in the content of a file that was read from ``path``.
-
-    Raises:
-        DamageError: it is not the content of a safetensors file.
-    """
+    """Return the tensors and the metadata in the content of a file that was read from ``path``."""
     start = 8 + int.from_bytes(content[:8], "little")
     try:
         _check_start(path, start, len(content))
@@ -185,9 +173,6 @@ def lay_out(
     """Return the header of a new file, with its length in front, and the location of each tensor; deterministic.
 
     Tensors are sorted by item size, largest first, then by name. So each tensor is aligned to its item size.
-
-    Raises:
-        CheckpointError: the format does not support a dtype.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -215,11 +200,7 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 
 def read_into(fd: int, offset: int, memory: memoryview) -> None:
-    """Fill ``memory`` from byte ``offset`` of an open file; threads may share the descriptor.
-
-    Raises:
-        OSError: reading failed, or the file ends too early.
-    """
+    """Fill ``memory`` from byte ``offset`` of an open file; threads may share the descriptor."""
     while memory:
         count = os.preadv(fd, [memory], offset)
         if not count:
@@ -228,11 +209,7 @@ def read_into(fd: int, offset: int, memory: memoryview) -> None:
 
 
 def write_from(fd: int, offset: int, memory: memoryview) -> None:
-    """Write all of ``memory`` at byte ``offset`` of an open file; threads may share the descriptor.
-
-    Raises:
-        OSError: writing failed, for example because the disk is full.
-    """
+    """Write all of ``memory`` at byte ``offset`` of an open file; threads may share the descriptor."""
     while memory:
         count = os.pwritev(fd, [memory], offset)
         memory, offset = memory[count:], offset + count

@@ -45,15 +45,7 @@ class InvalidError(ValueError):
 
 
 def parse_json(content: bytes | str, schema: Schema | None = None) -> Any:
-    """Return the value of a JSON text.
-
-    Args:
-        content: the text.
-        schema: the schema of the value; None for any JSON value.
-
-    Raises:
-        InvalidError: the text is not strict JSON, repeats a key, is nested too deeply, or does not fit the schema.
-    """
+    """Return the value of a JSON text."""
     try:
         value = json.loads(content, object_pairs_hook=_without_repeated_keys, parse_constant=_refuse)
     except RecursionError:
@@ -195,12 +187,7 @@ def mapping(key: Schema, value: Schema, *, is_empty_allowed: bool = True) -> Sch
 
 
 def record(required: Mapping[str, Schema], others: Mapping[str, Schema] | None = None) -> Schema:
-    """Return the schema of a dictionary with known keys; other keys may have any JSON value.
-
-    Args:
-        required: schemas of the keys that must exist.
-        others: schemas of the keys that may be missing.
-    """
+    """Return the schema of a dictionary with known keys; other keys may have any JSON value."""
     known = {**required, **(others or {})}
     any_value = json_value()
 

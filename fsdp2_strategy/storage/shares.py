@@ -215,14 +215,8 @@ def gathered_write_requests(
 ) -> list[WriteRequest]:
     """Gather a region's sources, and return write requests for this rank's part of the region; collective.
 
-    All ranks have parts of about the same size. Each request is one checksum block.
-
-    Args:
-        region: the region to write.
-        tensors: the sources by name.
-        gathered: full sources of earlier regions, reused because several regions may have the same source. Those that
-            this region does not need are removed.
-        entry: the region's location in a file.
+    All ranks have parts of about the same size. Each request is one checksum block. ``gathered`` are full sources of
+    earlier regions, which may be needed again; those that are not are removed.
     """
     needed = sources_of(region)
     for source in [source for source in gathered if source not in needed]:

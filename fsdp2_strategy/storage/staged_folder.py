@@ -52,9 +52,6 @@ class StagedFolder:
 
     Use it in a ``with`` block, which deletes the subfolder at the end. All ranks may enter the block; only the rank
     that calls `create` changes anything.
-
-    Args:
-        folder: the folder, which may be missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -86,14 +83,7 @@ class StagedFolder:
             self._lock = None
 
     def create(self, needed_bytes: int = 0) -> None:
-        """Create the folder and the hidden subfolder; finish or undo a switch that was killed.
-
-        Args:
-            needed_bytes: size of the files that will be created.
-
-        Raises:
-            CheckpointError: another process exports to the folder, or fewer than ``needed_bytes`` are free.
-        """
+        """Create the folder and the hidden subfolder; finish or undo a switch that was killed."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = _acquire(self.folder)
         self._is_created = True
@@ -110,15 +100,7 @@ class StagedFolder:
         return {entry.name for entry in self.folder.iterdir()} <= _HIDDEN
 
     def publish(self, obsolete: Iterable[str] = ()) -> None:
-        """Replace the folder's files by those of the subfolder, all at once; see [Note: staged folder].
-
-        Args:
-            obsolete: names of files to remove at the same moment.
-
-        Raises:
-            CheckpointError: a name is that of a folder.
-            OSError: a file cannot be created or flushed. The folder loads as before.
-        """
+        """Replace the folder's files by those of the subfolder, all at once; see [Note: staged folder]."""
         new = _files_in(self.path)
         for name in new:
             fsync(self.path / name)
@@ -151,11 +133,7 @@ class StagedFolder:
         self._clean_up()
 
     def _existing(self, new: Sequence[str], obsolete: Iterable[str]) -> list[str]:
-        """Return the names of the files to replace or to remove.
-
-        Raises:
-            CheckpointError: a new file has the name of a folder.
-        """
+        """Return the names of the files to replace or to remove."""
         found = [name for name in [*new, *sorted({*obsolete} - {*new})] if os.path.lexists(self.folder / name)]
         folders = [name for name in found if (self.folder / name).is_dir()]
         if replaced := [name for name in folders if name in new]:
@@ -183,11 +161,7 @@ class StagedFolder:
 
 
 def check_free_space(folder: Path, needed_bytes: int) -> None:
-    """Raise if the files do not fit on the disk; one rank calls it before the files are created.
-
-    Raises:
-        CheckpointError: fewer than ``needed_bytes`` are free.
-    """
+    """Raise if the files do not fit on the disk; one rank calls it before the files are created."""
     free = shutil.disk_usage(folder).free
     if needed_bytes > free:
         raise CheckpointError(
@@ -197,11 +171,7 @@ def check_free_space(folder: Path, needed_bytes: int) -> None:
 
 
 def _acquire(folder: Path) -> int | None:
-    """Lock a folder for an export, and return the descriptor; None if the file system has no locks.
-
-    Raises:
-        CheckpointError: another process has the lock.
-    """
+    """Lock a folder for an export, and return the descriptor; None if the file system has no locks."""
     path = folder / _LOCK
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)

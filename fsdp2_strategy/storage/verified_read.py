@@ -183,11 +183,7 @@ def _requested_pieces(requests: Iterable[ReadRequest]) -> Iterator[tuple[ReadReq
 class Reader:
     """Read from any number of files and open each file once; use it in a ``with`` block.
 
-    Args:
-        what: the operation, for rank 0's `Progress`.
-        checksums: the expected checksums of the files, or None to read without verification.
-        total_bytes: bytes of all reads in the ``with`` block, for one `Progress`; 0 for none. By default, each call of
-            `read` has its own.
+    With ``total_bytes``, all reads of the block have one `Progress`; with 0 none; else each call of `read` its own.
     """
 
     def __init__(self, what: str, checksums: Checksums | None = None, total_bytes: int | None = None) -> None:
@@ -218,12 +214,7 @@ class Reader:
         return Progress(self._what, total_bytes, is_shown=total_bytes > 0 and is_rank_0())
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
-        """Fill the tensors of all read requests.
-
-        Raises:
-            CheckpointError: a file cannot be read; the message names the file.
-            DamageError: bytes do not match their checksum.
-        """
+        """Fill the tensors of all read requests."""
         views: list[_View] = []
         computed: list[tuple[ReadRequest, Piece]] = []
         for request, part in _requested_pieces(requests):

@@ -77,20 +77,9 @@ class _Run:
 def write_all(
     requests: Sequence[WriteRequest], *, hashed: bool = False, create: bool = False, is_signed: bool = False
 ) -> dict[Path, list[Block]]:
-    """Execute write requests.
+    """Execute write requests; return the checksums of what was written to each file, if ``hashed``.
 
-    Args:
-        requests: the boxes to write.
-        hashed: return checksums.
-        create: create missing files. If false, a missing file is an error: the folder is not shared with the rank
-            that created the file.
-        is_signed: return SHA-256 digests with the checksums.
-
-    Returns:
-        For each file, the checksums of the blocks that were written; empty lists unless ``hashed``.
-
-    Raises:
-        OSError: a file is missing or cannot be written; the error names the file.
+    Unless ``create``, a missing file is an error: the folder is not shared with the rank that created the file.
     """
     runs = sorted(itertools.chain.from_iterable(map(_runs, requests)), key=lambda run: (run.path, run.offset))
     queues: dict[Path, deque[list[_Run]]] = {}
@@ -115,11 +104,7 @@ def write_all(
 
 
 def force_to_disk(paths: Iterable[Path]) -> None:
-    """Flush files to disk with fsync.
-
-    Raises:
-        OSError: a file is missing or cannot be flushed.
-    """
+    """Flush files to disk with fsync."""
 
     def force(path: Path, queue: deque[Path]) -> None:
         queue.clear()
