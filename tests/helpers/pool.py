@@ -152,8 +152,7 @@ def _serve(pipe: Connection, rank: int, folder: Path) -> None:
         try:
             if store != job.store:
                 if dist.is_initialized():
-                    _forget_groups()
-                    dist.destroy_process_group()
+                    _end_groups()
                 store = job.store
                 dist.init_process_group(
                     "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
@@ -189,16 +188,24 @@ def _call(function: Callable[..., None], job: Job) -> None:
         function(**job.arguments)
 
 
-def _forget_groups() -> None:
-    """Let go of meshes of the process group that ends: groups that die late take the names of new ones with them."""
+def _end_groups() -> None:
+    """Destroy all process groups, and let go of their meshes: those that die late take the names of new ones along.
+
+    gloo would wait for operations that a test has abandoned until their time-out; without connections, it does not.
+    """
+    import torch.distributed as dist
+
     if "fsdp2_strategy" in sys.modules:
         from fsdp2_strategy.checkpoint.background_save import forget_groups
+        from fsdp2_strategy.distributed.lost_ranks import disconnect
         from fsdp2_strategy.distributed.mesh import forget_meshes
 
+        disconnect()
         forget_meshes()
         forget_groups()
     gc.collect()
     gc.freeze()  # what is left are modules, for the most part: half a second of every collection from now on
+    dist.destroy_process_group()
 
 
 # Warnings of torch and transformers about their own doings.
