@@ -72,6 +72,10 @@ class FSDPV2Strategy(TrainingStrategy):
     set, else over this rank alone. `close`, which the end of a ``with`` block calls, destroys a group that the
     constructor started.
 
+    There are two groups of methods. What any trainer needs is in `TrainingStrategy`: models, optimizers, steps and
+    checkpoints. What this class adds has the names and defaults of RLHF trainers: `prepare` for actor, critic and
+    reference models, data loaders of prompts, offloaded models, averages of weights, and the engine that generates.
+
     Args:
         seed: seed of all random number generators.
         max_norm: global gradient norm to clip to; 0 disables clipping.
