@@ -30,8 +30,7 @@ _stores: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 def background_store() -> Iterator[Any]:
     """Yield the store of the default process group for requests of a thread; requests of other threads wait.
 
-    Raises:
-        TimeoutError: another thread still waits for the store, whose process may be stopped.
+    Raises a `TimeoutError` if another thread still waits for the store, whose process may be stopped.
     """
     lock = _uses_store
     if not lock.acquire(timeout=_SECONDS):

@@ -116,10 +116,7 @@ def call_of(frame: Any) -> Call | None:
 
 
 def collective_of(frame: Any) -> TorchCollective | None:
-    """Return the collective that a thread is in, from its innermost frame; None if it is in none.
-
-    The innermost frames of a thread tell: they are torch's while it waits in a collective.
-    """
+    """Return the collective of torch that a thread is in, from its innermost frame; None if it is in none."""
     inner = group = None
     for _ in range(8):
         if frame is None:
@@ -149,11 +146,9 @@ def _is_of_library(file: str) -> bool:
 
 
 def collective_in_progress(ranks: Collection[int]) -> str | None:
-    """Return a description of the collective that the main thread is in; None if it is in none; for other threads.
+    """Describe the collective in which the main thread may wait for one of ``ranks``; None if there is none.
 
-    Args:
-        ranks: collectives in which this rank can wait for none of these ranks do not count. A trainer may wait for
-            processes that generate.
+    A trainer may also wait for processes that generate.
     """
     found = collective_of(frame_of_main_thread())
     if found is None or _is_elsewhere(found.group, ranks):

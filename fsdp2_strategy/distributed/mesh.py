@@ -113,11 +113,7 @@ def mesh_of_this_rank(device_type: str) -> DeviceMesh:
 
 
 def model_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh of all ranks that hold a model, for the mesh of one of its parameters; not collective.
-
-    It is ``mesh`` itself, or ``mesh`` with the axis "tp" of the mesh that it was taken from: a parameter that is not
-    split by tensor parallelism is on the data parallel axes only.
-    """
+    """Return the mesh of all ranks that hold a model, from that of a parameter, which lacks "tp" if it is not split."""
     axes, root = mesh.mesh_dim_names or (), root_mesh_of(mesh)
     if TENSOR_PARALLEL in axes or TENSOR_PARALLEL not in (root.mesh_dim_names or ()):
         return mesh
@@ -126,18 +122,10 @@ def model_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def expert_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
-    """Return a mesh of the same ranks for experts: ``size`` successive ranks together hold all of them; collective.
+    """Return a mesh of the same ranks on which ``size`` successive ranks together hold all experts; collective.
 
-    Args:
-        mesh: a mesh from `build_mesh`.
-        size: number of ranks; a multiple of those along "tp", and a divisor of those along "shard" and "tp".
-
-    Returns:
-        A mesh with the axes ("replicate", "expert_shard", "ep"); "replicate" is left out if ``mesh`` has none. Along
-        "expert_shard", `fully_shard` splits the experts of a rank. Equal calls return the same mesh.
-
-    Raises:
-        MeshError: the size does not fit.
+    Its axes are ("replicate", "expert_shard", "ep"), without "replicate" if ``mesh`` has none. Along "expert_shard",
+    `fully_shard` splits the experts of a rank. Equal calls return the same mesh.
     """
     layers = 1 if (of_layers := tensor_parallel_mesh(mesh)) is None else of_layers.size()
     axes = mesh.mesh_dim_names or ()
@@ -156,11 +144,7 @@ def expert_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
 
 
 def check_expert_size(size: int, ranks: int, tensor_parallel_size: int) -> None:
-    """Raise if the experts of a model cannot be divided among ``size`` of the ``ranks`` that hold one replica of it.
-
-    Raises:
-        MeshError: the size does not divide the ranks, or is no multiple of ``tensor_parallel_size``.
-    """
+    """Raise if experts cannot be divided among ``size`` of the ``ranks`` that hold one replica of a model."""
     if size < 1 or ranks % size or size % tensor_parallel_size:
         fitting = [each for each in divisors_of(ranks) if each % tensor_parallel_size == 0]
         of_layers = (
@@ -184,10 +168,7 @@ def set_timeouts(timeout: timedelta) -> None:
 
 
 def group_of(ranks: list[int]) -> dist.ProcessGroup:
-    """Return a cached process group of ``ranks``, with the time-out of the group in use.
-
-    The first call is collective over ``ranks``; other ranks need not call it.
-    """
+    """Return a cached group with the time-out of the group in use; the first call is collective over ``ranks`` only."""
     _forget_outdated()
     key = (dist.group.WORLD, group_in_use(), tuple(ranks))
     if key not in _groups:
@@ -196,10 +177,7 @@ def group_of(ranks: list[int]) -> dist.ProcessGroup:
 
 
 def groups_that_share(size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Return the groups of this rank that share batches, and of those at the same position in each group; collective.
-
-    ``size`` successive ranks share batches; it must divide the number of ranks.
-    """
+    """Return this rank's group of ``size`` successive ranks, and that of its position in each of them; collective."""
     ranks = ranks_of(group_in_use())
     index = ranks.index(dist.get_rank())
     return group_of(ranks[index // size * size :][:size]), group_of(ranks[index % size :: size])
@@ -212,12 +190,7 @@ def _forget_outdated() -> None:
 
 
 def check_shard_size(shard_size: int, world_size: int, tensor_parallel_size: int = 1) -> int:
-    """Return ``shard_size`` with -1 replaced by the number of data parallel ranks.
-
-    Raises:
-        MeshError: ``tensor_parallel_size`` does not divide the world size, or ``shard_size`` does not divide the number
-            of data parallel ranks.
-    """
+    """Return ``shard_size`` with -1 replaced by the number of data parallel ranks; raise if a size does not divide."""
     if world_size % tensor_parallel_size:
         raise MeshError(
             f"cannot build a mesh: tensor_parallel_size is {tensor_parallel_size}, expected a divisor of the world "

@@ -46,21 +46,10 @@ _joined: WeakKeyDictionary[Any, tuple[Rendezvous, LocalRank]] = WeakKeyDictionar
 
 
 def start_process_group(timeout_minutes: float, at: Rendezvous | None = None) -> bool:
-    """Start the default process group if there is none; collective if it starts one.
+    """Start the default process group if there is none, and return whether this call did; collective if it starts one.
 
     Without a rendezvous, rank and world size are read from torchrun's environment variables; if they are not set, this
     process is the only rank. With CUDA, the group has a CPU backend as well (``cpu:gloo,cuda:nccl``).
-
-    Args:
-        timeout_minutes: time to wait for all ranks, and the time-out of collectives.
-        at: where and as which rank to join the group; torchrun's variables are then not read.
-
-    Returns:
-        Whether this call started the group; if so, the caller must destroy it.
-
-    Raises:
-        MeshError: some of torchrun's variables are set and others are not, or not all ranks start in time. With a
-            rendezvous, see `meet`; or there is a process group that was not started at this rendezvous.
     """
     if dist.is_initialized():
         if at is not None and _joined.get(dist.group.WORLD, (None, None))[0] != at:
@@ -141,14 +130,7 @@ def group_in_use() -> dist.ProcessGroup | None:
 class TrainingRanks:
     """The ranks that a strategy trains on; from `begin` to `close`, this process uses their group for collectives.
 
-    Args:
-        group: the ranks that train; None for all ranks of the default group.
-        sequence_size: number of successive ranks that share sequences.
-        tensor_size: number of successive ranks that share layers; one of the two sizes is 1.
-
-    Raises:
-        MeshError: this rank is not in the group, an open strategy of this process trains on other ranks, or a size does
-            not divide the number of ranks.
+    ``sequence_size`` successive ranks share sequences, or ``tensor_size`` share layers; one of the two sizes is 1.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, sequence_size: int = 1, tensor_size: int = 1) -> None:
@@ -237,10 +219,7 @@ def _local() -> LocalRank | None:
 
 
 def sequence_size() -> int:
-    """Return how many successive ranks get the same batch, by the open strategy that was constructed last; else 1.
-
-    These are the ranks that share sequences, or that share layers.
-    """
+    """Return how many successive ranks share sequences or layers, by the strategy constructed last; 1 without one."""
     default = dist.group.WORLD
     open_now = ((trainers(), size) for trainers, size in _batch_sharers)
     return next((size for own, size in open_now if own is not None and own.default_group is default), 1)
@@ -262,10 +241,6 @@ def group_among(ranks: list[int], **options: Any) -> dist.ProcessGroup:
     torch derives the name of such a group from the number of groups that a rank has made. If that number differs
     between the ranks, they wait for each other under different names. Here the name consists of the ranks and of the
     number of groups that were made of exactly these ranks before, which is equal on all of them.
-
-    Args:
-        ranks: ranks of the default group.
-        **options: options of `torch.distributed.new_group`.
     """
     counts = _group_counts.setdefault(dist.group.WORLD, Counter())
     name = f"fsdp2_strategy/{'_'.join(map(str, ranks))}/{counts[tuple(ranks)]}"

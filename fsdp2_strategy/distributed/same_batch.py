@@ -31,11 +31,7 @@ def facts_of(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_batches_of_groups(batch: Mapping[str, Any], size: int) -> None:
-    """Raise on every rank if a batch differs within a group of ``size`` successive ranks; collective.
-
-    Raises:
-        StepError: the names, shapes, dtypes or values of tensors differ, or numbers do.
-    """
+    """Raise on every rank if a batch differs within a group of ``size`` successive ranks; collective."""
     facts = facts_of(batch)
     digest = hashlib.sha256(repr(facts).encode()).digest()
     own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(control_device())
@@ -61,13 +57,7 @@ def check_batches_of_groups(batch: Mapping[str, Any], size: int) -> None:
 
 
 def check_losses_of_groups(loss: torch.Tensor, size: int) -> None:
-    """Raise on every rank if the loss differs within a group of ``size`` successive ranks; collective.
-
-    Losses may differ by rounding, for example by the order in which an accelerator adds numbers.
-
-    Raises:
-        StepError: losses differ by more than `_LOSS_TOLERANCE`.
-    """
+    """Raise on every rank if the loss differs by more than rounding within ``size`` successive ranks; collective."""
     own = loss.detach().reshape(1).to(control_device(), torch.float64)
     groups = _gathered(own).view(-1, size)
     is_close = torch.isclose(groups, groups[:, :1], **_LOSS_TOLERANCE, equal_nan=True)

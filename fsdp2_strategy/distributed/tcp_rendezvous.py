@@ -140,20 +140,10 @@ class _Place:
 
 
 def meet(rendezvous: Rendezvous, timeout: timedelta) -> tuple[Any, LocalRank]:
-    """Wait for all ranks of a rendezvous; collective.
+    """Wait for all ranks; return a store that only they use, and what this rank knows of its host; collective.
 
-    Args:
-        rendezvous: the address, and the rank of this process.
-        timeout: how long to wait for the other ranks.
-
-    Returns:
-        A store that only these ranks use, and what this rank knows of its host.
-
-    Raises:
-        MeshError: ``rendezvous`` is something else, the server is unreachable or has another secret, another rank did
-            not answer in time, or another process has the same rank. On every rank that has met the others: two ranks
-            would use one device, only some ranks see an accelerator, or the ranks have different world sizes. A rank
-            whose world size is too large waits for ranks that do not exist, until the time-out.
+    On ranks that have met the others, all raise the same errors. A rank whose world size is too large waits for ranks
+    that do not exist, until the time-out.
     """
     if not isinstance(rendezvous, Rendezvous):
         raise MeshError(
@@ -238,11 +228,7 @@ def _host_id() -> str:
 
 
 def local_ranks(places: Sequence[_Place]) -> list[LocalRank]:
-    """Return what each rank knows of its host; not collective; see [Note: devices of ranks].
-
-    Raises:
-        MeshError: two ranks would use one device, or only some ranks see an accelerator.
-    """
+    """Return what each rank knows of its host; not collective; see [Note: devices of ranks]."""
     blind = [rank for rank, place in enumerate(places) if not place.devices]
     if blind and len(blind) < len(places):
         raise MeshError(

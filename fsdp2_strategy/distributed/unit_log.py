@@ -71,8 +71,7 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 class UnitLog:
     """The log of one process group; see [Note: same units on all ranks]. To create one is collective.
 
-    Args:
-        group: the ranks that run the same units.
+    `begin`, `end`, `run` and `all_reduce` raise a `StepError` on every rank if another rank does something else.
     """
 
     def __init__(self, group: Any) -> None:
@@ -103,13 +102,10 @@ class UnitLog:
             self._watcher.start()
 
     def register(self, text: str, key: str, help_others: Callable[[], bool]) -> int:
-        """Return the entry of an action, which is the same on all ranks.
+        """Return the entry of an action, such as "gathers layers.0 of Llama", which is equal on all ranks.
 
-        Args:
-            text: the action, as a predicate of "rank 1", such as "gathers layers.0 of Llama".
-            key: distinguishes actions of the same text.
-            help_others: takes part in this collective without using its result, for ranks that have begun it; returns
-                whether it could.
+        ``key`` distinguishes actions of the same text. ``help_others`` takes part in this collective without using its
+        result, for ranks that have begun it, and returns whether it could.
         """
         entry = _hash(f"{text}/{key}")
         self._texts[entry] = text
@@ -121,24 +117,12 @@ class UnitLog:
         return self._others[action]
 
     def all_reduce(self, total: torch.Tensor, action: Action) -> None:
-        """All-reduce numbers in float64 over the ranks of the group, noted in the log as an action.
-
-        Raises:
-            StepError: on every rank, if another rank does something else.
-        """
+        """All-reduce numbers in float64 over the ranks of the group, noted in the log as an action."""
         reduce = functools.partial(dist.all_reduce, total, group=self._group())
         self.run(self._actions[action], reduce, length=len(total))
 
     def begin(self, entry: int, length: int = 0) -> None:
-        """Note that this rank begins a collective; call `end` after it.
-
-        Args:
-            entry: the entry of the collective.
-            length: how many numbers it sums, if it is an `all_reduce`.
-
-        Raises:
-            StepError: on every rank, if another rank does something else.
-        """
+        """Note that this rank begins a collective, which sums ``length`` numbers if it is an `all_reduce`."""
         place = self._count
         self._count += 1
         if len(self._entries) == _MOST_ENTRIES:
@@ -151,22 +135,14 @@ class UnitLog:
             self._refuse(place)
 
     def end(self) -> None:
-        """Note that this rank's collective has ended.
-
-        Raises:
-            StepError: on every rank, if another rank did something else meanwhile.
-        """
+        """Note that this rank's collective has ended."""
         self._is_inside = False
         # Ranks that are ahead may have a conflict in a collective that this rank has yet to begin.
         if self._board is not None and self._handled < self._board.conflict <= self._count:
             self._raise_conflict(self._board.conflict - 1)
 
     def run(self, entry: int, collective: Callable[[], Any], length: int = 0) -> Any:
-        """Run a collective between `begin` and `end`.
-
-        Raises:
-            StepError: on every rank, if another rank does something else.
-        """
+        """Run a collective between `begin` and `end`."""
         try:
             self.begin(entry, length)
             result = collective()
@@ -185,13 +161,7 @@ class UnitLog:
         return digest_numbers(self._entries)
 
     def check(self, sums: list[float]) -> None:
-        """Raise if the entries since the last call of this method differ between ranks, from the sums of `numbers`.
-
-        Not collective, unless it raises.
-
-        Raises:
-            StepError: on every rank.
-        """
+        """Raise on every rank if the entries since the last call differ, from the sums of `numbers`; not collective."""
         entries = list(self._entries)
         self._entries = _Entries(self._entries.epoch + 1)
         if is_equal(sums, len(self.ranks)):
@@ -395,13 +365,9 @@ class _Board:
         return self._numbers[0]
 
     def enter(self, place: int, entry: int, length: int, *, after: int) -> bool:
-        """Write an entry; return whether all other ranks that have got as far have the same one.
+        """Write this rank's entry at ``place``; return whether all other ranks that have got as far have the same one.
 
-        Args:
-            place: number of this rank's entries before.
-            entry: the entry.
-            length: how many numbers the collective sums, if it is an all-reduce.
-            after: a conflict up to this number of entries is over.
+        A conflict up to ``after`` entries is over.
         """
         numbers, own = self._numbers, self._place_of(self._own)
         numbers[own + self._FIELDS + place % _LENGTH] = entry
@@ -482,11 +448,7 @@ def begin_log() -> UnitLog:
 
 
 def run_noted(action: OtherAction, collective: Callable[[], object]) -> None:
-    """Run a collective of the group in use, noted in its log if there is one; collective.
-
-    Raises:
-        StepError: on every rank, if another rank does something else.
-    """
+    """Run a collective of the group in use, noted in its log if there is one; raises as `UnitLog` does."""
     log = current_log()
     if log is None:
         collective()

@@ -71,13 +71,7 @@ _started: _Started | None = None
 
 
 def begin_wait_log(seconds: float | None) -> None:
-    """Log waits of this process that exceed a limit, until the process group is destroyed; not collective.
-
-    A later call replaces the limit.
-
-    Args:
-        seconds: the limit; None for no log.
-    """
+    """Log waits of more than ``seconds`` (None: none) until the group is destroyed; a later call replaces the limit."""
     global _started  # noqa: PLW0603
     if _runs():
         assert _started is not None
