@@ -255,11 +255,7 @@ class ResumableLoader:
         )
 
     def _deliver(self, keys: Sequence[Key]) -> torch.Tensor | None:
-        """Count a batch as delivered; with ``tail="pad"``, return the mask of samples that are not padding.
-
-        Raises:
-            DataError: the workers fetched other samples than the requested ones.
-        """
+        """Count a batch as delivered; with ``tail="pad"``, return the mask of samples that are not padding."""
         requested, fetched = self._plan.keys(self._batches, self._low, self._high), [tuple(key) for key in keys]
         if fetched != requested:
             raise DataError(
