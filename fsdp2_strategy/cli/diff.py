@@ -26,15 +26,7 @@ from fsdp2_strategy.storage.verified_read import Reader, ReadRequest
 
 
 def run(parsed: argparse.Namespace, output: Output) -> int:
-    """Compare all tensors of two checkpoints, a few rows at a time, and verify the checksums of both.
-
-    Returns:
-        1 if any tensor differs, else 0.
-
-    Raises:
-        CheckpointError: there is no checkpoint.
-        DamageError: a checkpoint is corrupt.
-    """
+    """Compare all tensors of two checkpoints, and verify the checksums of both; return 1 if any differs, else 0."""
     read = partial(opened_with_headers, key=key_of(parsed.key_file))
     a, b = (read_newest(path, None, read) for path in (parsed.a, parsed.b))
     tensors_a, tensors_b = _tensors(a), _tensors(b)

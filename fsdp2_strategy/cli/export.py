@@ -27,12 +27,7 @@ from fsdp2_strategy.hf.copy_folder import copy_folder
 
 
 def run(parsed: argparse.Namespace, output: Output) -> int:
-    """Export a checkpoint to a Hugging Face folder; return 0.
-
-    Raises:
-        CheckpointError: there is no checkpoint; the checkpoint has only trainable weights, has adapters, or is corrupt;
-            or another system wrote it, and ``--trust`` is missing.
-    """
+    """Export a checkpoint of this package or of another system to a Hugging Face folder; return 0."""
     show_log("WARNING" if output.is_quiet else None)  # for the progress
     dtype = getattr(torch, parsed.dtype) if parsed.dtype else None
     if is_checkpoint(parsed.path) or checkpoints_with_manifest(parsed.path):
@@ -64,11 +59,7 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
 
 
 def _paths_of_model(opened: Opened, name: str | None) -> CheckpointPaths:
-    """Return the paths of the model to export: the only one, or that of the option ``--model``.
-
-    Raises:
-        CheckpointError: the checkpoint has several models and none is named, or it has no model of this name.
-    """
+    """Return the paths of the model to export: the only one, or that of the option ``--model``."""
     models = models_in(opened.manifest)
     if name is None and not models:
         return opened.paths

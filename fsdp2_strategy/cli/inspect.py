@@ -25,14 +25,7 @@ _LAYOUTS = {"own": "fsdp2_strategy", "lerobot": "LeRobot", "trainer": "transform
 
 
 def run(parsed: argparse.Namespace, output: Output) -> int:
-    """Print the content of a checkpoint, or of the newest checkpoint in a directory; return 0.
-
-    Only headers and small files are read.
-
-    Raises:
-        CheckpointError: there is no checkpoint.
-        DamageError: the checkpoint is corrupt.
-    """
+    """Print the content of a checkpoint, or of the newest in a directory, from headers and small files; return 0."""
     read = partial(_read, key=key_of(parsed.key_file))
     opened, state, components = read_newest(parsed.path, parsed.tag, read)
     summary = _summary(opened.paths.root, opened.manifest, state)

@@ -16,14 +16,7 @@ from fsdp2_strategy.errors import counted
 
 
 def run(parsed: argparse.Namespace, output: Output) -> int:
-    """Verify every byte of a checkpoint, or of all checkpoints in a directory, including the unusable ones.
-
-    Returns:
-        1 if any has a problem, else 0.
-
-    Raises:
-        CheckpointError: there is no checkpoint.
-    """
+    """Verify every byte of a checkpoint, or of all in a directory; return 1 if any has a problem, else 0."""
     show_log("WARNING" if output.is_quiet else None)  # for the progress
     status = 0
     for path, _, _ in checkpoints_at(parsed.path, parsed.key_file):
