@@ -41,7 +41,7 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
             dtype,
             opened.checksums,
             listed={opened.paths.root / name for name in opened.manifest["files"]},
-            progress=output.shows_progress,
+            progress=not output.is_quiet,
         )
     else:
         if parsed.key_file is not None:
