@@ -504,8 +504,7 @@ def _rank_and_size(dp_rank: int | None, dp_size: int | None) -> tuple[int, int]:
 
 def _entry_of_wrong_type(state: Mapping[str, Any]) -> str:
     """Return the name of an entry of a data position that has another type than in a `state_dict`, or ""."""
-    counts = ("batches", "samples", "began", "end")
-    wrong = [name for name in counts if not _are_counts([state[name]], 1)]
+    wrong = [name for name in ("batches", "samples", "began", "end") if not _are_counts([state[name]], 1)]
     wrong += [] if isinstance(state["fingerprint"], Mapping) else ["fingerprint"]
     wrong += [] if _are_counts(state["anchor"], len(fields(Anchor))) else ["anchor"]
     wrong += [] if _are_counts(state["skipped"], None) else ["skipped"]
