@@ -38,8 +38,7 @@ def background_store() -> Iterator[Any]:
     try:
         group = dist.group.WORLD
         if group not in _stores:
-            store = default_store()
-            _stores[group] = store.clone() if hasattr(store, "clone") else store
+            _stores[group] = default_store().clone()
         yield _stores[group]
     finally:
         lock.release()

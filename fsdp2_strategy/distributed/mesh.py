@@ -7,7 +7,6 @@ replicated; for tensor parallelism, a last axis, "tp", along which layers are sp
 
 from __future__ import annotations
 
-import math
 from datetime import timedelta
 
 import torch
@@ -28,10 +27,8 @@ from fsdp2_strategy.errors import MeshError
 
 # One mesh for each group and shape. A new mesh for each call would leak: the threads and file descriptors of a mesh's
 # process groups outlive the mesh. The first element of each key is the default group at the time of the entry.
-_meshes: dict[tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, str, int, int], DeviceMesh] = {}
-_groups: dict[tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, tuple[int, ...]], dist.ProcessGroup] = {}
-
-_expert_meshes: dict[tuple[object, ...], DeviceMesh] = {}
+_meshes: dict[tuple[object, ...], DeviceMesh] = {}
+_groups: dict[tuple[object, ...], dist.ProcessGroup] = {}
 
 TENSOR_PARALLEL = "tp"
 """Name of the mesh axis along which layers are split."""
@@ -72,10 +69,10 @@ def build_mesh(shard_size: int = -1, *, device_type: str | None = None, tensor_p
     _forget_outdated()
     key = (dist.group.WORLD, group, device_type, shard_size, tensor_parallel_size)
     if key not in _meshes:
-        sizes = {"replicate": size // tensor_parallel_size // shard_size, "shard": shard_size}
-        sizes[TENSOR_PARALLEL] = tensor_parallel_size
-        axes = tuple(axis for axis, length in sizes.items() if length > 1 or axis == "shard")
-        shape = tuple(sizes[axis] for axis in axes)
+        replicas = size // tensor_parallel_size // shard_size
+        sizes = {"replicate": replicas, "shard": shard_size, TENSOR_PARALLEL: tensor_parallel_size}
+        sizes = {axis: length for axis, length in sizes.items() if length > 1 or axis == "shard"}
+        axes, shape = tuple(sizes), tuple(sizes.values())
         if group is None:
             _meshes[key] = init_device_mesh(device_type, shape, mesh_dim_names=axes)
             if (timeout := group_timeout()) is not None:  # groups of a mesh with several axes have torch's default
@@ -134,13 +131,13 @@ def expert_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
     check_expert_size(size, ranks, layers)
     _forget_outdated()
     key = (dist.group.WORLD, group_in_use(), mesh.device_type, replicas, layers, size)
-    if key not in _expert_meshes:
+    if key not in _meshes:
         shape = (replicas, ranks // size, size)
         layout = mesh.mesh.reshape(shape if "replicate" in axes else shape[1:])
         names = ("replicate", "expert_shard", EXPERT_PARALLEL)[-layout.ndim :]
         groups = [group_of(each) for each in _ranks_along_axes(layout, dist.get_rank())]
-        _expert_meshes[key] = DeviceMesh.from_group(groups, mesh.device_type, layout, mesh_dim_names=names)
-    return _expert_meshes[key]
+        _meshes[key] = DeviceMesh.from_group(groups, mesh.device_type, layout, mesh_dim_names=names)
+    return _meshes[key]
 
 
 def check_expert_size(size: int, ranks: int, tensor_parallel_size: int) -> None:
@@ -160,10 +157,7 @@ def set_timeouts(timeout: timedelta) -> None:
     """Set the time-out of the group in use, and of all groups of this module's meshes; not collective."""
     set_timeout(group_in_use(), timeout)
     _forget_outdated()
-    for group in {
-        *(group for mesh in (*_meshes.values(), *_expert_meshes.values()) for group in mesh.get_all_groups()),
-        *_groups.values(),
-    }:
+    for group in {*_groups.values()}.union(*(mesh.get_all_groups() for mesh in _meshes.values())):
         set_timeout(group, timeout)
 
 
@@ -208,16 +202,11 @@ def check_shard_size(shard_size: int, world_size: int, tensor_parallel_size: int
             fix = f"Use one of {divisors_of(data_size)}, or -1 for all of them."
             if is_integer and shard_size > 0:
                 step = shard_size * tensor_parallel_size
-                worlds = ", ".join(str(step * times) for times in _next_multiples(world_size, step))
+                nearest = max(1, world_size // step) * step
+                worlds = ", ".join(map(str, range(nearest, nearest + 3 * step, step)))
                 fix += f" World sizes that have this shard size: {worlds}, …"
         raise MeshError(f"cannot build a mesh: shard_size is {shard_size!r}, expected a divisor of {every}. {fix}")
     return shard_size
-
-
-def _next_multiples(size: int, step: int) -> range:
-    """Return the numbers by which ``step`` is multiplied to get three world sizes close to ``size``."""
-    nearest = max(1, math.floor(size / step))
-    return range(nearest, nearest + 3)
 
 
 def divisors_of(size: int) -> list[int]:
@@ -247,6 +236,5 @@ def forget_meshes() -> None:
     new group that has the same name.
     """
     _meshes.clear()
-    _expert_meshes.clear()
     _groups.clear()
     forget_sharding_rules()

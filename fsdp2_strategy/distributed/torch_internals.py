@@ -186,6 +186,11 @@ def is_gathered(param_group: FSDPParamGroup) -> bool:
     return param_group._all_gather_result is not None or param_group.is_unsharded
 
 
+def has_full_parameters(param_group: FSDPParamGroup) -> bool:
+    """Return whether a unit is gathered, and not only its all-gather in flight."""
+    return param_group.is_unsharded
+
+
 def gathering_ranks(param_group: FSDPParamGroup) -> int:
     """Return how many ranks take part in a unit's all-gather."""
     return param_group._all_gather_process_group.size()
@@ -502,6 +507,8 @@ def schema_of(operator: Any) -> Any:
 
 # --- modules, optimizers and loaders --------------------------------------------------------------------------------
 
+APPLY = "_apply"
+"""The method of a module through which ``to``, ``half``, ``cuda`` and the like change its tensors."""
 IS_MANAGED = "_is_fsdp_managed_module"
 """Attribute that `fully_shard` sets on the modules of a unit; transformers reads it."""
 ATTRIBUTES_OF_FSDP = (IS_MANAGED, "_compiled_call_impl")
@@ -594,12 +601,3 @@ def forget_pass(state: FSDPState) -> None:
     for param_group in param_groups_of(state):
         param_group._post_reduce_event = param_group._all_reduce_state = None
         param_group._post_forward_indices.clear()
-
-
-APPLY = "_apply"
-"""The method of a module through which ``to``, ``half``, ``cuda`` and the like change its tensors."""
-
-
-def has_full_parameters(param_group: FSDPParamGroup) -> bool:
-    """Return whether a unit is gathered, and not only its all-gather in flight."""
-    return param_group.is_unsharded

@@ -40,6 +40,7 @@ import torch.distributed as dist
 
 from fsdp2_strategy.distributed.equal_values import digest_numbers, is_equal
 from fsdp2_strategy.distributed.lost_ranks import (
+    agreed_error,
     collective_in_progress,
     disconnect,
     is_lost_rank,
@@ -78,6 +79,7 @@ class UnitLog:
         self._group = ref(group)
         self.ranks = ranks_of(group)
         self.own = dist.get_rank(group)
+        """The place of this rank in ``ranks``."""
         self._texts: dict[int, str] = {}
         self._helpers: dict[int, Callable[[], bool]] = {}
         self._entries = _Entries(0)
@@ -95,7 +97,10 @@ class UnitLog:
         }
         self._board = _Board.shared_by(group)
         self._watcher = Watcher(self) if len(self.ranks) > 1 else None
-        self.name = _token_of_rank_0(group)
+        token = [secrets.token_hex(8)]
+        dist.broadcast_object_list(token, group_src=0, group=group)
+        self.name = token[0]
+        """A name that no other log has."""
         self.models = 0
         """Number of models whose units the log has; the ranks have prepared them in the same order."""
         if self._watcher is not None:
@@ -111,10 +116,6 @@ class UnitLog:
         self._texts[entry] = text
         self._helpers[entry] = help_others
         return entry
-
-    def entry_of(self, action: OtherAction) -> int:
-        """Return the entry of a collective that `run_noted` runs."""
-        return self._others[action]
 
     def all_reduce(self, total: torch.Tensor, action: Action) -> None:
         """All-reduce numbers in float64 over the ranks of the group, noted in the log as an action."""
@@ -149,7 +150,7 @@ class UnitLog:
         except RuntimeError as error:
             self._is_inside = False
             if not isinstance(error, StepError) and is_lost_rank(error) and (text := reported_divergence(wait=True)):
-                raise _agreed(text) from error
+                raise agreed_error(text) from error
             raise
         self.end()
         return result
@@ -172,7 +173,7 @@ class UnitLog:
         dist.all_gather_object(texts, self._texts, group=self._group())
         self._texts = {entry: text for of_rank in texts for entry, text in of_rank.items()}
         place = next(i for i in range(max(map(len, logs))) if len({tuple(log[i : i + 1]) for log in logs}) > 1)
-        raise _agreed(self._message([log[place] if place < len(log) else None for log in logs]))
+        raise agreed_error(self._message([log[place] if place < len(log) else None for log in logs]))
 
     # --- the board --------------------------------------------------------------------------------------------------
 
@@ -204,7 +205,7 @@ class UnitLog:
         entries = self._board.entries(place)
         self._handled = place + 1
         self._entries = _Entries(self._entries.epoch + 1)
-        raise _agreed(self._message(entries))
+        raise agreed_error(self._message(entries))
 
     def _message(self, entries: list[int | None]) -> str:
         def text(entry: int | None) -> str:
@@ -276,12 +277,6 @@ class _Entries(list[int]):
 
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-
-
-def _agreed(text: str) -> StepError:
-    error = StepError(text)
-    error.is_agreed = True
-    return error
 
 
 def _join(action: OtherAction, group_in_use: ref[Any]) -> bool:
@@ -411,13 +406,6 @@ class _Board:
         ]
 
 
-def _token_of_rank_0(group: Any) -> str:
-    """Return a name that no other log has; collective."""
-    token = [secrets.token_hex(8)]
-    dist.broadcast_object_list(token, group_src=0, group=group)
-    return token[0]
-
-
 @functools.cache
 def _boot() -> str:
     """Return an identifier of this host since it was started."""
@@ -453,7 +441,7 @@ def run_noted(action: OtherAction, collective: Callable[[], object]) -> None:
     if log is None:
         collective()
     else:
-        log.run(log.entry_of(action), collective)
+        log.run(log._others[action], collective)
 
 
 def _current_group() -> Any:

@@ -115,9 +115,8 @@ class _WaitLog:
         found = waits()
         before, self._waits = self._waits, {}
         for thread, wait in found.items():
-            earlier = before.get(thread)
-            is_same = earlier is not None and earlier[0].identity == wait.identity
-            self._waits[thread] = earlier if is_same and earlier is not None else (wait, now)
+            earlier = before.get(thread, (wait, now))
+            self._waits[thread] = earlier if earlier[0].identity == wait.identity else (wait, now)
         for thread, logged in list(self._logged.items()):
             if thread not in self._waits or self._waits[thread][0] is not logged:
                 del self._logged[thread]
@@ -169,13 +168,13 @@ def waits() -> dict[int, _Wait]:
             group = inner.group if isinstance(inner.group, dist.ProcessGroup) else dist.group.WORLD
             ranks = ranks_of(group)
             if len(ranks) > 1:
-                name = f"{call.function} ({inner.name})" if call else inner.name
+                name = f"{call.name} ({inner.name})" if call else inner.name
                 place = call.place if call else inner.place
                 text = f"{name}, called at {place}" if place else name
                 found[thread] = _Wait((text, sequence_number(group)), text, tuple(ranks))
         elif call is not None:
             place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-            text = f"{call.function} (at {place}), called at {call.place}"
+            text = f"{call.name} (at {place}), called at {call.place}"
             ranks = ranks_of(None)
             found[thread] = _Wait((text, id(frame), frame.f_lasti), text, tuple(ranks))
     return found
@@ -191,7 +190,7 @@ def position() -> str:
         return "at its end"
     call = call_of(innermost)
     place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-    return f"in {call.function}, called at {place}" if call else f"in {frame.f_code.co_name} at {place}"
+    return f"in {call.name}, called at {place}" if call else f"in {frame.f_code.co_name} at {place}"
 
 
 def reports_of(ranks: Sequence[int]) -> str:
