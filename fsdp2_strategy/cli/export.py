@@ -10,12 +10,7 @@ import argparse
 import torch
 
 from fsdp2_strategy.checkpoint.foreign_formats import export_foreign, find_foreign
-from fsdp2_strategy.checkpoint.listing import (
-    checkpoints_with_manifest,
-    describe_missing,
-    is_checkpoint,
-    models_in,
-)
+from fsdp2_strategy.checkpoint.listing import checkpoints_with_manifest, describe_missing, is_checkpoint, models_in
 from fsdp2_strategy.checkpoint.paths import TRAINABLE, WRAPPER, CheckpointPaths
 from fsdp2_strategy.checkpoint.reader import Opened, opened_with_headers
 from fsdp2_strategy.checkpoint.storage import stored_in

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 import sysconfig
@@ -56,32 +57,18 @@ class _Wait:
     """The ranks that it may wait for, of the default group."""
 
 
-@dataclass(frozen=True)
-class _Started:
-    """For what the last call of `begin_wait_log` was."""
-
-    process: int
-    group: ref[Any]
-    """The default process group."""
-    ended: threading.Event
-    """Ends the thread."""
-
-
-_started: _Started | None = None
+_started: _WaitLog | None = None
+"""What the last call of `begin_wait_log` made, also without a limit."""
 
 
 def begin_wait_log(seconds: float | None) -> None:
     """Log waits of more than ``seconds`` (None: none) until the group is destroyed; a later call replaces the limit."""
     global _started  # noqa: PLW0603
-    if _runs():
-        assert _started is not None
+    if _started is not None and _runs():
         _started.ended.set()
-    _started = None
-    if dist.is_initialized():
-        _started = _Started(os.getpid(), ref(dist.group.WORLD), threading.Event())
-        if seconds is not None and dist.get_world_size() > 1:
-            log = _WaitLog(seconds, _started)
-            threading.Thread(target=log.run, name="fsdp2_strategy waits", daemon=True).start()
+    _started = _WaitLog(math.inf if seconds is None else seconds) if dist.is_initialized() else None
+    if _started is not None and seconds is not None and dist.get_world_size() > 1:
+        threading.Thread(target=_started.run, name="fsdp2_strategy waits", daemon=True).start()
 
 
 def ensure_wait_log() -> None:
@@ -95,8 +82,11 @@ def _runs() -> bool:
 
 
 class _WaitLog:
-    def __init__(self, seconds: float, started: _Started) -> None:
-        self._seconds, self._ended, self._group = seconds, started.ended, started.group
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.process, self.group = os.getpid(), ref(dist.group.WORLD)
+        self.ended = threading.Event()
+        """Ends the thread."""
         self._waits: dict[int, tuple[_Wait, float]] = {}
         """The wait of each thread, and since when it lasts."""
         self._logged: dict[int, _Wait] = {}
@@ -104,8 +94,8 @@ class _WaitLog:
 
     def run(self) -> None:
         """Look at the threads until the process group is destroyed."""
-        while not self._ended.wait(min(1.0, self._seconds / 4)) and not sys.is_finalizing():
-            if not dist.is_initialized() or self._group() is not dist.group.WORLD:
+        while not self.ended.wait(min(1.0, self._seconds / 4)) and not sys.is_finalizing():
+            if not dist.is_initialized() or self.group() is not dist.group.WORLD:
                 return
             with contextlib.suppress(Exception):  # the group may be destroyed meanwhile, and the store may be lost
                 self._look()
