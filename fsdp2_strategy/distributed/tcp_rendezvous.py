@@ -143,8 +143,8 @@ class _Place:
 def meet(rendezvous: Rendezvous, timeout: timedelta) -> tuple[Any, LocalRank]:
     """Wait for all ranks; return a store that only they use, and what this rank knows of its host; collective.
 
-    On ranks that have met the others, all raise the same errors. A rank whose world size is too large waits for ranks
-    that do not exist, until the time-out.
+    Ranks that have met raise the same errors. A rank whose world size is too large waits for ranks that do not exist,
+    until the time-out.
     """
     if not isinstance(rendezvous, Rendezvous):
         raise MeshError(

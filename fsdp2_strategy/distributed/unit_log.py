@@ -162,7 +162,7 @@ class UnitLog:
         return digest_numbers(self._entries)
 
     def check(self, sums: list[float]) -> None:
-        """Raise on every rank if the entries since the last call differ, from the sums of `numbers`; not collective."""
+        """Raise if the ranks' entries since the last call differ, by the sums of `numbers`; collective if they do."""
         entries = list(self._entries)
         self._entries = _Entries(self._entries.epoch + 1)
         if is_equal(sums, len(self.ranks)):
