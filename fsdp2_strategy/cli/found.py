@@ -95,14 +95,11 @@ def newest_at(path: Path, tag: str | None = None) -> Path:
         return path
     committed = checkpoints_with_manifest(path)
     tags = [checkpoint.tag for checkpoint in committed]
-    if tag is not None and tag not in tags and is_checkpoint(path / tag):
-        return path / tag  # a link
     if tag is not None and tag not in tags:
-        raise CheckpointError(
-            f"no checkpoint {tag!r} in {path}, expected one of {tags}.{did_you_mean(tag, tags)}"
-            if tags
-            else f"no checkpoint to read: {describe_missing(path)}"
-        )
+        if is_checkpoint(path / tag):
+            return path / tag  # a link
+        if tags:
+            raise CheckpointError(f"no checkpoint {tag!r} in {path}, expected one of {tags}.{did_you_mean(tag, tags)}")
     if not committed:
         raise CheckpointError(f"no checkpoint to read: {describe_missing(path)}")
     return committed[-1 if tag is None else tags.index(tag)].path
