@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -26,45 +27,34 @@ from fsdp2_strategy.storage.verified_read import Reader, ReadRequest
 
 
 def run(parsed: argparse.Namespace, output: Output) -> int:
-    """Compare all tensors of two checkpoints, a few rows at a time, and verify the checksums of both.
-
-    Returns:
-        1 if any tensor differs, else 0.
-
-    Raises:
-        CheckpointError: there is no checkpoint.
-        DamageError: a checkpoint is corrupt.
-    """
+    """Compare all tensors of two checkpoints, and verify the checksums of both; return 1 if any differs, else 0."""
     read = partial(opened_with_headers, key=key_of(parsed.key_file))
     a, b = (read_newest(path, None, read) for path in (parsed.a, parsed.b))
     tensors_a, tensors_b = _tensors(a), _tensors(b)
     equal = differing = 0
     shared = [name for name in tensors_a if name in tensors_b]
-    total = sum(tensors_a[name].nbytes + tensors_b[name].nbytes for name in shared)
-    progress = total if output.shows_progress else 0
+    progress = 0 if output.is_quiet else sum(tensors_a[name].nbytes + tensors_b[name].nbytes for name in shared)
     with Reader("comparing", a.checksums, progress) as reader_a, Reader("comparing", b.checksums, 0) as reader_b:
         for name in sorted({*tensors_a, *tensors_b}):
-            if name not in tensors_b or name not in tensors_a:
-                only = "a" if name in tensors_a else "b"
-                differing += 1
-                output.values.append({"name": name, "only_in": only})
-                output.line(f"{name}: only in {parsed.a if only == 'a' else parsed.b}", is_problem=True)
-                continue
-            one, other = tensors_a[name], tensors_b[name]
-            if one.shape != other.shape:
-                differing += 1
-                output.values.append({"name": name, "shapes": [list(one.shape), list(other.shape)]})
-                output.line(f"{name}: shape {list(one.shape)} and {list(other.shape)}", is_problem=True)
-                continue
-            difference = _compare(reader_a, one, reader_b, other)
-            if difference.is_none and one.dtype == other.dtype:
-                equal += 1
-                continue
+            one, other = tensors_a.get(name), tensors_b.get(name)
+            facts: dict[str, Any]
+            if one is None or other is None:
+                only = "b" if one is None else "a"
+                facts, text = {"only_in": only}, f"only in {getattr(parsed, only)}"
+            elif one.shape != other.shape:
+                shapes = [list(one.shape), list(other.shape)]
+                facts, text = {"shapes": shapes}, f"shape {shapes[0]} and {shapes[1]}"
+            else:
+                difference = _compare(reader_a, one, reader_b, other)
+                if not difference.elements and one.dtype == other.dtype:
+                    equal += 1
+                    continue
+                dtypes = [str(entry.dtype).removeprefix("torch.") for entry in (one, other)]
+                cast = f"{dtypes[0]} and {dtypes[1]}, " if dtypes[0] != dtypes[1] else ""
+                facts, text = {"dtypes": dtypes, **vars(difference)}, f"{cast}{difference}"
             differing += 1
-            dtypes = [str(entry.dtype).removeprefix("torch.") for entry in (one, other)]
-            output.values.append({"name": name, "dtypes": dtypes, **vars(difference)})
-            cast = f"{dtypes[0]} and {dtypes[1]}, " if dtypes[0] != dtypes[1] else ""
-            output.line(f"{name}: {cast}{difference}", is_problem=True)
+            output.values.append({"name": name, **facts})
+            output.line(f"{name}: {text}", is_problem=True)
     output.line(f"{counted(equal, 'tensor')} equal, {differing:,} different")
     return int(differing > 0)
 
@@ -80,14 +70,8 @@ class _Difference:
     relative_norm: float
     """Norm of the difference, divided by the norm of the first tensor."""
 
-    @property
-    def is_none(self) -> bool:
-        """Whether the values are equal."""
-        return self.elements == 0
-
     def __str__(self) -> str:
-        """Return the numbers as text."""
-        if self.is_none:
+        if not self.elements:
             return "equal values"
         return (
             f"{counted(self.elements, 'element')} different, by at most {self.max_abs:.3g}; "

@@ -10,12 +10,7 @@ import argparse
 import torch
 
 from fsdp2_strategy.checkpoint.foreign_formats import export_foreign, find_foreign
-from fsdp2_strategy.checkpoint.listing import (
-    checkpoints_with_manifest,
-    describe_missing,
-    is_checkpoint,
-    models_in,
-)
+from fsdp2_strategy.checkpoint.listing import checkpoints_with_manifest, describe_missing, is_checkpoint, models_in
 from fsdp2_strategy.checkpoint.paths import TRAINABLE, WRAPPER, CheckpointPaths
 from fsdp2_strategy.checkpoint.reader import Opened, opened_with_headers
 from fsdp2_strategy.checkpoint.storage import stored_in
@@ -27,12 +22,7 @@ from fsdp2_strategy.hf.copy_folder import copy_folder
 
 
 def run(parsed: argparse.Namespace, output: Output) -> int:
-    """Export a checkpoint to a Hugging Face folder; return 0.
-
-    Raises:
-        CheckpointError: there is no checkpoint; the checkpoint has only trainable weights, has adapters, or is corrupt;
-            or another system wrote it, and ``--trust`` is missing.
-    """
+    """Export a checkpoint of this package or of another system to a Hugging Face folder; return 0."""
     show_log("WARNING" if output.is_quiet else None)  # for the progress
     dtype = getattr(torch, parsed.dtype) if parsed.dtype else None
     if is_checkpoint(parsed.path) or checkpoints_with_manifest(parsed.path):
@@ -46,7 +36,7 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
             dtype,
             opened.checksums,
             listed={opened.paths.root / name for name in opened.manifest["files"]},
-            progress=output.shows_progress,
+            progress=not output.is_quiet,
         )
     else:
         if parsed.key_file is not None:
@@ -64,11 +54,7 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
 
 
 def _paths_of_model(opened: Opened, name: str | None) -> CheckpointPaths:
-    """Return the paths of the model to export: the only one, or that of the option ``--model``.
-
-    Raises:
-        CheckpointError: the checkpoint has several models and none is named, or it has no model of this name.
-    """
+    """Return the paths of the model to export: the only one, or that of the option ``--model``."""
     models = models_in(opened.manifest)
     if name is None and not models:
         return opened.paths

@@ -35,11 +35,7 @@ Found = tuple[Path, Checkpoint | None, str]
 
 
 def checkpoints_at(path: Path, key_file: Path | None = None) -> list[Found]:
-    """Return the checkpoint at ``path``, or all checkpoints in the directory, oldest first, the unusable ones last.
-
-    Raises:
-        CheckpointError: there is no checkpoint; the message says what is there. Or the key file cannot be used.
-    """
+    """Return the checkpoint at ``path``, or all in the directory, oldest first, the unusable ones last."""
     key = key_of(key_file)
     if is_checkpoint(path):
         return [(path, read_checkpoint(path), problem_of(path, key))]
@@ -68,11 +64,7 @@ def extra_text(extra: Collection[str]) -> str:
 
 
 def key_of(key_file: Path | None) -> bytes | None:
-    """Return the key of the option ``--key-file``; None without it.
-
-    Raises:
-        CheckpointError: the file cannot be used.
-    """
+    """Return the key of the option ``--key-file``; None without it."""
     return None if key_file is None else read_key(key_file)
 
 
@@ -87,11 +79,7 @@ def components_in(paths: CheckpointPaths, models: Collection[str]) -> dict[str, 
 
 
 def read_newest(path: Path, tag: str | None, read: Callable[[Path], T]) -> T:
-    """Read the checkpoint that `newest_at` returns; if a run deletes it meanwhile, read the one that is newest then.
-
-    Raises:
-        CheckpointError: there is no such checkpoint, or it is corrupt.
-    """
+    """Read the checkpoint that `newest_at` returns; if a run deletes it meanwhile, read the one that is newest then."""
     chosen = newest_at(path, tag)
     try:
         return read(chosen)
@@ -102,23 +90,16 @@ def read_newest(path: Path, tag: str | None, read: Callable[[Path], T]) -> T:
 
 
 def newest_at(path: Path, tag: str | None = None) -> Path:
-    """Return the checkpoint at ``path``; or, in a directory of checkpoints, the one named ``tag``, or the newest.
-
-    Raises:
-        CheckpointError: there is no such checkpoint.
-    """
+    """Return the checkpoint at ``path``; or, in a directory of checkpoints, the one named ``tag``, or the newest."""
     if is_checkpoint(path):
         return path
     committed = checkpoints_with_manifest(path)
     tags = [checkpoint.tag for checkpoint in committed]
-    if tag is not None and tag not in tags and is_checkpoint(path / tag):
-        return path / tag  # a link
     if tag is not None and tag not in tags:
-        raise CheckpointError(
-            f"no checkpoint {tag!r} in {path}, expected one of {tags}.{did_you_mean(tag, tags)}"
-            if tags
-            else f"no checkpoint to read: {describe_missing(path)}"
-        )
+        if is_checkpoint(path / tag):
+            return path / tag  # a link
+        if tags:
+            raise CheckpointError(f"no checkpoint {tag!r} in {path}, expected one of {tags}.{did_you_mean(tag, tags)}")
     if not committed:
         raise CheckpointError(f"no checkpoint to read: {describe_missing(path)}")
     return committed[-1 if tag is None else tags.index(tag)].path

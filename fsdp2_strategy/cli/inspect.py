@@ -25,14 +25,7 @@ _LAYOUTS = {"own": "fsdp2_strategy", "lerobot": "LeRobot", "trainer": "transform
 
 
 def run(parsed: argparse.Namespace, output: Output) -> int:
-    """Print the content of a checkpoint, or of the newest checkpoint in a directory; return 0.
-
-    Only headers and small files are read.
-
-    Raises:
-        CheckpointError: there is no checkpoint.
-        DamageError: the checkpoint is corrupt.
-    """
+    """Print the content of a checkpoint, or of the newest in a directory, from headers and small files; return 0."""
     read = partial(_read, key=key_of(parsed.key_file))
     opened, state, components = read_newest(parsed.path, parsed.tag, read)
     summary = _summary(opened.paths.root, opened.manifest, state)
@@ -70,13 +63,10 @@ def _read(path: Path, key: bytes | None) -> tuple[Opened, dict[str, Any], dict[s
 def _of_model(opened: Opened, name: str) -> dict[str, Any]:
     """Return what a checkpoint has of one of several models, besides tensors."""
     state = opened.state_of_model(name)
-    optimizer = state.get("optimizer")
     return {
         "step": state["step"],
         "shard_size": opened.manifest["models"][name].get("shard_size"),
-        "optimizer": _optimizer(optimizer) if optimizer else None,
-        "scheduler": state.get("scheduler"),
-        "loss_scale": state.get("loss_scale"),
+        **_training_state(state),
     }
 
 
@@ -89,7 +79,7 @@ def _components(opened: Opened) -> dict[str, dict[str, Entry]]:
 def _summary(path: Path, manifest: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
     checkpoint = read_checkpoint(path)
     assert checkpoint is not None  # `open_checkpoint` has read the manifest
-    optimizer, data = state.get("optimizer"), state.get("data")
+    data = state.get("data")
     return {
         "path": str(path),
         "step": checkpoint.step,
@@ -102,18 +92,19 @@ def _summary(path: Path, manifest: Mapping[str, Any], state: Mapping[str, Any]) 
         "metric": checkpoint.metric,
         "versions": state.get("versions"),
         "seed": state.get("seed"),
-        "optimizer": _optimizer(optimizer) if optimizer else None,
-        "scheduler": state.get("scheduler"),
-        "loss_scale": state.get("loss_scale"),
+        **_training_state(state),
         "data_position": data and data.get("state", {"saved by": f"{data.get('ranks')} ranks, one state per rank"}),
         "client_state": state.get("client_state"),
         "extra_files": extra_entries(path, manifest["files"]),
     }
 
 
-def _optimizer(hyper: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the class of an optimizer, and the settings that occur in its groups."""
-    return {"class": hyper.get("class"), "parameters": len(hyper["of_parameter"]), "settings": hyper["settings"]}
+def _training_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the class of the optimizer, the settings that occur in its groups, the schedule and the loss scale."""
+    hyper, facts = state.get("optimizer"), None
+    if hyper:
+        facts = {"class": hyper.get("class"), "parameters": len(hyper["of_parameter"]), "settings": hyper["settings"]}
+    return {"optimizer": facts, "scheduler": state.get("scheduler"), "loss_scale": state.get("loss_scale")}
 
 
 def _totals(entries: Mapping[str, Entry]) -> dict[str, int]:

@@ -18,14 +18,7 @@ from fsdp2_strategy.errors import size_text
 
 
 def run(parsed: argparse.Namespace, output: Output) -> int:
-    """Print the checkpoints of a directory, one per line.
-
-    Returns:
-        1 if a checkpoint is unusable, else 0.
-
-    Raises:
-        CheckpointError: there is no checkpoint.
-    """
+    """Print the checkpoints of a directory, one per line; return 1 if one is unusable, else 0."""
     status = 0
     for path, checkpoint, problem in checkpoints_at(parsed.path, parsed.key_file):
         saved = _saved(path)

@@ -18,7 +18,7 @@ class Output:
     as_json: bool = False
     """Write `values` as one JSON document at the end, and no lines."""
     is_quiet: bool = False
-    """Write lines about problems only."""
+    """Write lines about problems only, and show no progress."""
     values: list[Any] = field(default_factory=list)
     """The content of the JSON document."""
 
@@ -32,11 +32,6 @@ class Output:
         if self.as_json:
             sys.stdout.write(_encodable(json.dumps(self.values, indent=2, ensure_ascii=False)) + "\n")
         sys.stdout.flush()
-
-    @property
-    def shows_progress(self) -> bool:
-        """Whether progress bars are shown if standard error is a terminal."""
-        return not self.is_quiet
 
 
 def printable(text: str) -> str:

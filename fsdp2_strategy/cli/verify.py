@@ -16,18 +16,11 @@ from fsdp2_strategy.errors import counted
 
 
 def run(parsed: argparse.Namespace, output: Output) -> int:
-    """Verify every byte of a checkpoint, or of all checkpoints in a directory, including the unusable ones.
-
-    Returns:
-        1 if any has a problem, else 0.
-
-    Raises:
-        CheckpointError: there is no checkpoint.
-    """
+    """Verify every byte of a checkpoint, or of all in a directory; return 1 if any has a problem, else 0."""
     show_log("WARNING" if output.is_quiet else None)  # for the progress
     status = 0
     for path, _, _ in checkpoints_at(parsed.path, parsed.key_file):
-        report = verify_checkpoint(path, key_file=parsed.key_file, progress=output.shows_progress)
+        report = verify_checkpoint(path, key_file=parsed.key_file, progress=not output.is_quiet)
         if not report.ok and not exists(path):
             report = VerifyReport([], is_deleted=True)
         facts = {"ok": report.ok, "problems": report.problems, "extra": report.extra, "deleted": report.is_deleted}

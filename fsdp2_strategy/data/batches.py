@@ -50,18 +50,9 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class BatchPlan:
-    """The assignment of samples to global batches.
+    """The assignment of samples to global batches; raises if an epoch would have no batch.
 
-    Args:
-        order_of: function that returns the order of an epoch; all orders have the same length.
-        batch: number of samples of a global batch.
-        tail: how to treat the samples at the end of an epoch that do not fill a batch: ``"carry"`` fills the batch with
-            the first samples of the next epoch, ``"pad"`` fills it with padding, ``"drop"`` leaves these samples out.
-        skipped: samples that are left out.
-        anchor: the first batch of the plan.
-
-    Raises:
-        DataError: an epoch would have no batch.
+    All orders have the same length; ``tail`` is that of `ResumableLoader`.
     """
 
     order_of: Callable[[int], Order]
@@ -200,8 +191,5 @@ class BatchPlan:
 
     @property
     def _is_periodic(self) -> bool:
-        """Whether all epochs after the anchor's have the same length.
-
-        A mixture may draw a skipped sample more often in one epoch than in another, so its epochs may differ in length.
-        """
+        """Whether later epochs have equal lengths; a mixture may draw a skipped sample more often in some of them."""
         return not self.skipped or not isinstance(self.order_of(self.anchor.epoch), MixtureOrder)

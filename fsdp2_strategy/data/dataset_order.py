@@ -15,14 +15,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import ConcatDataset
 
-from fsdp2_strategy.data.order import (
-    EpisodeOrder,
-    GlobalOrder,
-    MixtureOrder,
-    Order,
-    SequentialOrder,
-    checked_list,
-)
+from fsdp2_strategy.data.order import EpisodeOrder, GlobalOrder, MixtureOrder, Order, SequentialOrder, checked_list
 from fsdp2_strategy.data.permutation import Indices
 from fsdp2_strategy.errors import DataError
 
@@ -50,13 +43,7 @@ def choose_order(
     lanes: int,
     weights: Sequence[float] | None,
 ) -> tuple[dict[str, Any], Callable[[int, LaneLayout], Order]]:
-    """Return the fingerprint and a function that returns the order of an epoch, given the layout of its lanes.
-
-    Arguments are those of `ResumableLoader`.
-
-    Raises:
-        DataError: the arguments contradict each other, or do not fit the data set.
-    """
+    """Return the fingerprint, and a function that returns the order of an epoch, given the layout of its lanes."""
     n = len(dataset)
     facts: dict[str, Any] = {"n": n, "seed": seed, "global_batch_size": batch, "tail": tail}
     if (pool is None and lanes != 1) or (pool is not None and weights is not None):

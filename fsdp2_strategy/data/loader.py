@@ -255,11 +255,7 @@ class ResumableLoader:
         )
 
     def _deliver(self, keys: Sequence[Key]) -> torch.Tensor | None:
-        """Count a batch as delivered; with ``tail="pad"``, return the mask of samples that are not padding.
-
-        Raises:
-            DataError: the workers fetched other samples than the requested ones.
-        """
+        """Count a batch as delivered; with ``tail="pad"``, return the mask of samples that are not padding."""
         requested, fetched = self._plan.keys(self._batches, self._low, self._high), [tuple(key) for key in keys]
         if fetched != requested:
             raise DataError(
@@ -508,8 +504,7 @@ def _rank_and_size(dp_rank: int | None, dp_size: int | None) -> tuple[int, int]:
 
 def _entry_of_wrong_type(state: Mapping[str, Any]) -> str:
     """Return the name of an entry of a data position that has another type than in a `state_dict`, or ""."""
-    counts = ("batches", "samples", "began", "end")
-    wrong = [name for name in counts if not _are_counts([state[name]], 1)]
+    wrong = [name for name in ("batches", "samples", "began", "end") if not _are_counts([state[name]], 1)]
     wrong += [] if isinstance(state["fingerprint"], Mapping) else ["fingerprint"]
     wrong += [] if _are_counts(state["anchor"], len(fields(Anchor))) else ["anchor"]
     wrong += [] if _are_counts(state["skipped"], None) else ["skipped"]

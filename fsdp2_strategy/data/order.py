@@ -77,14 +77,7 @@ class GlobalOrder:
 
 
 class SequentialOrder:
-    """The samples in the order of the data set, in every epoch.
-
-    Args:
-        n: number of samples, at least 1.
-
-    Raises:
-        DataError: ``n`` is out of range.
-    """
+    """The samples in the order of the data set, in every epoch."""
 
     def __init__(self, n: int) -> None:
         self.n = _checked_length(n)
@@ -93,11 +86,7 @@ class SequentialOrder:
         return self.n
 
     def indices(self, start: int, stop: int) -> Indices:
-        """Return the samples at positions ``start`` to ``stop``, int64 of shape (stop - start,).
-
-        Raises:
-            DataError: the positions are not within 0 to n.
-        """
+        """Return the samples at positions ``start`` to ``stop``."""
         return _within(start, stop, self.n)
 
     def positions(self, samples: ArrayLike) -> Indices:
@@ -240,10 +229,7 @@ class EpisodeOrder:
         return np.where(in_lanes, self._head + row * self._batch + self._cuts[lane] + column, in_sequence)
 
     def _find_block_starts(self) -> Indices:
-        """Return where each block starts in the episode sequence, then ``n``.
-
-        A block has up to ``pool // lanes`` episodes, all of the same lane.
-        """
+        """Return where blocks of up to ``pool // lanes`` episodes of one lane start in the episode sequence, then n."""
         lane_starts = self._lane_starts.tolist() if self.lanes > 1 else []
         edges = np.unique(np.asarray([0, *lane_starts, self.n]))
         step = self.pool // self.lanes
@@ -255,10 +241,7 @@ class EpisodeOrder:
         return np.unique(np.concatenate(starts))
 
     def _permute_in_blocks(self, in_sequence: Indices, permute: Callable[[Bijection, Indices], Indices]) -> Indices:
-        """Permute indices of the episode sequence within their blocks.
-
-        ``permute`` is `Bijection.values`, or `Bijection.positions` for the inverse.
-        """
+        """Permute indices within their blocks, by `Bijection.values`, or by `Bijection.positions` for the inverse."""
         block = np.searchsorted(self._block_starts, in_sequence, side="right") - 1
         by_block = np.argsort(block, kind="stable")
         result = np.empty_like(in_sequence)
@@ -375,22 +358,14 @@ def _checked_length(n: int) -> int:
 
 
 def _checked_key(seed: int, epoch: int) -> tuple[int, int]:
-    """Return seed and epoch as int.
-
-    Raises:
-        DataError: one of them is not an integer.
-    """
+    """Return seed and epoch as int; raise if one of them is not an integer."""
     for name, value in (("seed", seed), ("epoch", epoch)):
         check_number("order samples", name, value, DataError, integer=True)
     return operator.index(seed), operator.index(epoch)
 
 
 def checked_list(action: str, name: str, values: Any, *, integers: bool) -> list[Any]:
-    """Return a sequence of numbers as a list.
-
-    Raises:
-        DataError: it is not a sequence, or has an element that is not a number.
-    """
+    """Return a sequence of numbers as a list; raise if it is not one."""
     if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__iter__") or getattr(values, "ndim", 1) != 1:
         raise DataError(f"cannot {action}: {name} is {values!r}, expected a list of numbers. Pass a list.")
     listed = values.tolist() if isinstance(values, np.ndarray | torch.Tensor) else list(values)
@@ -400,11 +375,7 @@ def checked_list(action: str, name: str, values: Any, *, integers: bool) -> list
 
 
 def _within(start: int, stop: int, n: int) -> Indices:
-    """Return the positions of a slice.
-
-    Raises:
-        DataError: the slice is not within 0 to ``n``.
-    """
+    """Return the positions of a slice; raise if it is not within 0 to ``n``."""
     if not 0 <= start <= stop <= n:
         raise DataError(
             f"cannot list samples: the slice is {start} to {stop}, expected it within 0 to {n}. Use the order of the "

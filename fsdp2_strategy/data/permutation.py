@@ -29,12 +29,7 @@ _MIX = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93))
 
 
 class Bijection:
-    """A permutation of the numbers below ``n``, determined by a key.
-
-    Args:
-        n: at least 1, below 2^62.
-        key: the key; only its ``repr`` is used.
-    """
+    """A permutation of the numbers below ``n`` (1 to 2^62), determined by the ``repr`` of a key."""
 
     def __init__(self, n: int, *key: object) -> None:
         self.n = n

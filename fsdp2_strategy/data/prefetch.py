@@ -20,12 +20,9 @@ _MAX_DISTANCE = 1 << 20
 
 
 class EpisodeAnnouncer:
-    """Call ``hold`` of a data set before each batch, with the episodes that are needed now and soon.
+    """Call ``hold`` of a data set before each batch; see [Note: needed episodes].
 
-    Args:
-        dataset: see [Note: needed episodes].
-        episodes: function that returns the episodes of this rank's part of a batch, given the batch's index.
-        in_flight: number of batches that are prefetched.
+    ``episodes`` returns the episodes of this rank's part of a batch; ``in_flight`` batches are prefetched.
     """
 
     def __init__(self, dataset: Any, episodes: Callable[[int], frozenset[int]], in_flight: int) -> None:

@@ -19,17 +19,7 @@ _CHUNK = 1024
 
 
 class ResumableSampler(Sampler[int]):
-    """Draw this rank's indices of a data set, and resume within an epoch.
-
-    Args:
-        dataset: a data set with a length.
-        num_replicas: number of ranks that share the data set.
-        rank: this rank.
-        shuffle: permute the indices by seed and epoch.
-        seed: seed of the permutation.
-        drop_last: drop the last samples if there is not one for every rank; if false, repeat the epoch's first samples.
-        consumed_samples: samples of the current epoch that all ranks together have drawn already.
-    """
+    """Draw this rank's indices, and resume after the ``consumed_samples`` that all ranks have drawn in the epoch."""
 
     def __init__(
         self,
@@ -47,11 +37,7 @@ class ResumableSampler(Sampler[int]):
         self.set_epoch(0, consumed_samples)
 
     def set_epoch(self, epoch: int, consumed_samples: int = 0) -> None:
-        """Begin an epoch, or continue it after ``consumed_samples``.
-
-        Raises:
-            ConfigError: ``consumed_samples`` is negative, above one epoch, or not a multiple of ``num_replicas``.
-        """
+        """Begin an epoch, or continue it after ``consumed_samples``, those of all ranks together."""
         if not 0 <= consumed_samples <= self._total() or consumed_samples % self.num_replicas:
             raise ConfigError(
                 f"cannot resume the data: consumed_samples is {consumed_samples}, expected a multiple of the number of "

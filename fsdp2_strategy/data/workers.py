@@ -85,8 +85,6 @@ def ignore_foreign_sigterm(_worker: int) -> None:
     torchrun and schedulers send SIGTERM to every process. If a worker exited, its DataLoader would raise an error in
     the trainer, which is about to save a checkpoint.
     """
-    if not hasattr(signal, "sigwaitinfo"):
-        return
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
     def wait() -> None:

@@ -88,11 +88,7 @@ def has_deferred_error() -> bool:
 
 
 def raise_deferred_error() -> None:
-    """Raise the deferred errors of all ranks as one error; collective.
-
-    Raises:
-        StepError: on every rank, if any rank has deferred an error.
-    """
+    """Raise a `StepError` on every rank if any rank has deferred an error; collective."""
     own = _deferred.copy()
     _deferred.clear()
     with all_or_none("take an optimizer step", StepError):
@@ -106,11 +102,7 @@ def error_text(cause: BaseException) -> str:
 
 
 def any_rank(own: bool) -> bool:
-    """Return whether ``own`` is true on any rank; collective.
-
-    Raises:
-        StepError: on every rank, if the ranks have run different units; see `unit_log`.
-    """
+    """Return whether ``own`` is true on any rank; collective; raises if the ranks have run different units."""
     log = current_log()
     numbers = [float(own), *(log.numbers() if log is not None else [])]
     # Not the default dtype: another thread may have changed it, as from_pretrained does while it builds a model.
@@ -126,14 +118,7 @@ def any_rank(own: bool) -> bool:
 
 
 def check_equal(action: str, value: object, error: type[FSDP2StrategyError], expected: str) -> None:
-    """Raise on every rank if ``value`` differs between ranks; collective.
-
-    Args:
-        action: the operation that fails, for the message.
-        value: an object; the ranks compare its ``repr``.
-        error: class of the error.
-        expected: the end of the message, which says what must be equal and how to correct it.
-    """
+    """Raise on every rank if the ``repr`` of a value differs between ranks; collective; ``expected`` ends the text."""
     digest = hashlib.sha256(repr(value).encode()).digest()
     own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(control_device())
     digests = [torch.empty_like(own) for _ in range(world_size())]

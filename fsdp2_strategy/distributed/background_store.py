@@ -30,8 +30,7 @@ _stores: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 def background_store() -> Iterator[Any]:
     """Yield the store of the default process group for requests of a thread; requests of other threads wait.
 
-    Raises:
-        TimeoutError: another thread still waits for the store, whose process may be stopped.
+    Raises a `TimeoutError` if another thread still waits for the store, whose process may be stopped.
     """
     lock = _uses_store
     if not lock.acquire(timeout=_SECONDS):
@@ -39,8 +38,7 @@ def background_store() -> Iterator[Any]:
     try:
         group = dist.group.WORLD
         if group not in _stores:
-            store = default_store()
-            _stores[group] = store.clone() if hasattr(store, "clone") else store
+            _stores[group] = default_store().clone()
         yield _stores[group]
     finally:
         lock.release()

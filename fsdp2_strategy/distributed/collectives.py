@@ -92,12 +92,9 @@ def all_gather(data: Any) -> Any:
 
 
 def _leaves(action: str, data: Any) -> dict[Path, Any]:
-    """Check that all ranks have the same structure, and return its leaves by path; collective.
+    """Return the leaves by path, or raise on every rank if the structures differ; collective.
 
-    Leaves are sorted by path: another rank may have added the same keys to its dicts in another order.
-
-    Raises:
-        ConfigError: on every rank, if the structures differ, or if a leaf is neither a number nor a tensor.
+    They are sorted, because another rank may have added the same keys to its dicts in another order.
     """
     leaves: dict[Path, Any] = {}
     wrong: list[str] = []

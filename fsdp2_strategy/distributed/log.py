@@ -17,14 +17,9 @@ logger = logging.getLogger("fsdp2_strategy")
 
 
 def show_log(level: int | str | None = None) -> None:
-    """Add a handler that writes the package's log to standard error, unless the program has configured logging.
+    """Write the package's log to standard error, unless the program has configured logging.
 
-    Args:
-        level: level of the logger ``fsdp2_strategy``, such as "WARNING". By default, a level that the program has set
-            is kept; otherwise it is INFO if the handler is added.
-
-    Raises:
-        ConfigError: ``level`` is not a level of logging.
+    By default, a level that the program has set is kept; otherwise it is INFO if the handler is added.
     """
     if level is not None:
         try:

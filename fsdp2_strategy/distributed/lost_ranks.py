@@ -63,15 +63,20 @@ def collective(function: F) -> F:
             return function(*args, **kwargs)
         except RuntimeError as error:
             if is_lost_rank(error) and (text := reported_divergence(wait=False)):
-                diverged = StepError(text)
-                diverged.is_agreed = True
-                raise diverged from error
+                raise agreed_error(text) from error
             add_note(error, function.__name__)
             raise
         finally:
             _call.reset(token)
 
     return run  # type: ignore[return-value]
+
+
+def agreed_error(text: str) -> StepError:
+    """Return an error that every rank raises at the same point; see [Note: agreed errors] in `agreement`."""
+    error = StepError(text)
+    error.is_agreed = True
+    return error
 
 
 _code_of_calls = collective(lambda: None).__code__
@@ -87,22 +92,13 @@ def after_forward(name: str, *_: object) -> None:
 
 @dataclass(frozen=True)
 class Call:
-    """A call that a thread is in."""
-
-    function: str
-    place: str
-    """File and line that made the call; "" if unknown."""
-
-
-@dataclass(frozen=True)
-class TorchCollective:
-    """A collective of torch that a thread is in."""
+    """A call of this package, or a collective of torch, that a thread is in."""
 
     name: str
     place: str
     """File and line that made the call; "" if unknown."""
-    group: object
-    """The process group; None for the default one, or if it is unknown."""
+    group: object = None
+    """The process group of a collective of torch; None for the default one, or if it is unknown."""
 
 
 def call_of(frame: Any) -> Call | None:
@@ -115,11 +111,8 @@ def call_of(frame: Any) -> Call | None:
     return None if found is None else Call(found.f_locals["function"].__name__, _place_of(found.f_back))
 
 
-def collective_of(frame: Any) -> TorchCollective | None:
-    """Return the collective that a thread is in, from its innermost frame; None if it is in none.
-
-    The innermost frames of a thread tell: they are torch's while it waits in a collective.
-    """
+def collective_of(frame: Any) -> Call | None:
+    """Return the collective of torch that a thread is in, from its innermost frame; None if it is in none."""
     inner = group = None
     for _ in range(8):
         if frame is None:
@@ -134,7 +127,7 @@ def collective_of(frame: Any) -> TorchCollective | None:
         if frame.f_code.co_name not in ("wrapper", "inner"):
             inner = frame.f_code.co_name
         frame = frame.f_back
-    return None if inner is None else TorchCollective(inner, _place_of(frame), group)
+    return None if inner is None else Call(inner, _place_of(frame), group)
 
 
 def _place_of(frame: Any) -> str:
@@ -149,11 +142,9 @@ def _is_of_library(file: str) -> bool:
 
 
 def collective_in_progress(ranks: Collection[int]) -> str | None:
-    """Return a description of the collective that the main thread is in; None if it is in none; for other threads.
+    """Describe the collective in which the main thread may wait for one of ``ranks``; None if there is none.
 
-    Args:
-        ranks: collectives in which this rank can wait for none of these ranks do not count. A trainer may wait for
-            processes that generate.
+    A trainer may also wait for processes that generate.
     """
     found = collective_of(frame_of_main_thread())
     if found is None or _is_elsewhere(found.group, ranks):

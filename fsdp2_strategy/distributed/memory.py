@@ -47,9 +47,5 @@ def clear_cache() -> None:
 
 
 def _resident() -> int:
-    """Return the resident set size of this process in bytes, or its peak on systems without /proc."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except (OSError, ValueError, IndexError):  # not Linux: fall back to the peak
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return pages * resource.getpagesize()
+    """Return the resident set size of this process in bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

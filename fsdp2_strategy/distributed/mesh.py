@@ -7,7 +7,6 @@ replicated; for tensor parallelism, a last axis, "tp", along which layers are sp
 
 from __future__ import annotations
 
-import math
 from datetime import timedelta
 
 import torch
@@ -28,10 +27,8 @@ from fsdp2_strategy.errors import MeshError
 
 # One mesh for each group and shape. A new mesh for each call would leak: the threads and file descriptors of a mesh's
 # process groups outlive the mesh. The first element of each key is the default group at the time of the entry.
-_meshes: dict[tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, str, int, int], DeviceMesh] = {}
-_groups: dict[tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, tuple[int, ...]], dist.ProcessGroup] = {}
-
-_expert_meshes: dict[tuple[object, ...], DeviceMesh] = {}
+_meshes: dict[tuple[object, ...], DeviceMesh] = {}
+_groups: dict[tuple[object, ...], dist.ProcessGroup] = {}
 
 TENSOR_PARALLEL = "tp"
 """Name of the mesh axis along which layers are split."""
@@ -72,10 +69,10 @@ def build_mesh(shard_size: int = -1, *, device_type: str | None = None, tensor_p
     _forget_outdated()
     key = (dist.group.WORLD, group, device_type, shard_size, tensor_parallel_size)
     if key not in _meshes:
-        sizes = {"replicate": size // tensor_parallel_size // shard_size, "shard": shard_size}
-        sizes[TENSOR_PARALLEL] = tensor_parallel_size
-        axes = tuple(axis for axis, length in sizes.items() if length > 1 or axis == "shard")
-        shape = tuple(sizes[axis] for axis in axes)
+        replicas = size // tensor_parallel_size // shard_size
+        sizes = {"replicate": replicas, "shard": shard_size, TENSOR_PARALLEL: tensor_parallel_size}
+        sizes = {axis: length for axis, length in sizes.items() if length > 1 or axis == "shard"}
+        axes, shape = tuple(sizes), tuple(sizes.values())
         if group is None:
             _meshes[key] = init_device_mesh(device_type, shape, mesh_dim_names=axes)
             if (timeout := group_timeout()) is not None:  # groups of a mesh with several axes have torch's default
@@ -113,11 +110,7 @@ def mesh_of_this_rank(device_type: str) -> DeviceMesh:
 
 
 def model_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh of all ranks that hold a model, for the mesh of one of its parameters; not collective.
-
-    It is ``mesh`` itself, or ``mesh`` with the axis "tp" of the mesh that it was taken from: a parameter that is not
-    split by tensor parallelism is on the data parallel axes only.
-    """
+    """Return the mesh of all ranks that hold a model, from that of a parameter, which lacks "tp" if it is not split."""
     axes, root = mesh.mesh_dim_names or (), root_mesh_of(mesh)
     if TENSOR_PARALLEL in axes or TENSOR_PARALLEL not in (root.mesh_dim_names or ()):
         return mesh
@@ -126,18 +119,10 @@ def model_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def expert_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
-    """Return a mesh of the same ranks for experts: ``size`` successive ranks together hold all of them; collective.
+    """Return a mesh of the same ranks on which ``size`` successive ranks together hold all experts; collective.
 
-    Args:
-        mesh: a mesh from `build_mesh`.
-        size: number of ranks; a multiple of those along "tp", and a divisor of those along "shard" and "tp".
-
-    Returns:
-        A mesh with the axes ("replicate", "expert_shard", "ep"); "replicate" is left out if ``mesh`` has none. Along
-        "expert_shard", `fully_shard` splits the experts of a rank. Equal calls return the same mesh.
-
-    Raises:
-        MeshError: the size does not fit.
+    Its axes are ("replicate", "expert_shard", "ep"), without "replicate" if ``mesh`` has none. Along "expert_shard",
+    `fully_shard` splits the experts of a rank. Equal calls return the same mesh.
     """
     layers = 1 if (of_layers := tensor_parallel_mesh(mesh)) is None else of_layers.size()
     axes = mesh.mesh_dim_names or ()
@@ -146,21 +131,17 @@ def expert_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
     check_expert_size(size, ranks, layers)
     _forget_outdated()
     key = (dist.group.WORLD, group_in_use(), mesh.device_type, replicas, layers, size)
-    if key not in _expert_meshes:
+    if key not in _meshes:
         shape = (replicas, ranks // size, size)
         layout = mesh.mesh.reshape(shape if "replicate" in axes else shape[1:])
         names = ("replicate", "expert_shard", EXPERT_PARALLEL)[-layout.ndim :]
         groups = [group_of(each) for each in _ranks_along_axes(layout, dist.get_rank())]
-        _expert_meshes[key] = DeviceMesh.from_group(groups, mesh.device_type, layout, mesh_dim_names=names)
-    return _expert_meshes[key]
+        _meshes[key] = DeviceMesh.from_group(groups, mesh.device_type, layout, mesh_dim_names=names)
+    return _meshes[key]
 
 
 def check_expert_size(size: int, ranks: int, tensor_parallel_size: int) -> None:
-    """Raise if the experts of a model cannot be divided among ``size`` of the ``ranks`` that hold one replica of it.
-
-    Raises:
-        MeshError: the size does not divide the ranks, or is no multiple of ``tensor_parallel_size``.
-    """
+    """Raise if experts cannot be divided among ``size`` of the ``ranks`` that hold one replica of a model."""
     if size < 1 or ranks % size or size % tensor_parallel_size:
         fitting = [each for each in divisors_of(ranks) if each % tensor_parallel_size == 0]
         of_layers = (
@@ -176,18 +157,12 @@ def set_timeouts(timeout: timedelta) -> None:
     """Set the time-out of the group in use, and of all groups of this module's meshes; not collective."""
     set_timeout(group_in_use(), timeout)
     _forget_outdated()
-    for group in {
-        *(group for mesh in (*_meshes.values(), *_expert_meshes.values()) for group in mesh.get_all_groups()),
-        *_groups.values(),
-    }:
+    for group in {*_groups.values()}.union(*(mesh.get_all_groups() for mesh in _meshes.values())):
         set_timeout(group, timeout)
 
 
 def group_of(ranks: list[int]) -> dist.ProcessGroup:
-    """Return a cached process group of ``ranks``, with the time-out of the group in use.
-
-    The first call is collective over ``ranks``; other ranks need not call it.
-    """
+    """Return a cached group with the time-out of the group in use; the first call is collective over ``ranks`` only."""
     _forget_outdated()
     key = (dist.group.WORLD, group_in_use(), tuple(ranks))
     if key not in _groups:
@@ -196,10 +171,7 @@ def group_of(ranks: list[int]) -> dist.ProcessGroup:
 
 
 def groups_that_share(size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Return the groups of this rank that share batches, and of those at the same position in each group; collective.
-
-    ``size`` successive ranks share batches; it must divide the number of ranks.
-    """
+    """Return this rank's group of ``size`` successive ranks, and that of its position in each of them; collective."""
     ranks = ranks_of(group_in_use())
     index = ranks.index(dist.get_rank())
     return group_of(ranks[index // size * size :][:size]), group_of(ranks[index % size :: size])
@@ -212,12 +184,7 @@ def _forget_outdated() -> None:
 
 
 def check_shard_size(shard_size: int, world_size: int, tensor_parallel_size: int = 1) -> int:
-    """Return ``shard_size`` with -1 replaced by the number of data parallel ranks.
-
-    Raises:
-        MeshError: ``tensor_parallel_size`` does not divide the world size, or ``shard_size`` does not divide the number
-            of data parallel ranks.
-    """
+    """Return ``shard_size`` with -1 replaced by the number of data parallel ranks; raise if a size does not divide."""
     if world_size % tensor_parallel_size:
         raise MeshError(
             f"cannot build a mesh: tensor_parallel_size is {tensor_parallel_size}, expected a divisor of the world "
@@ -235,16 +202,11 @@ def check_shard_size(shard_size: int, world_size: int, tensor_parallel_size: int
             fix = f"Use one of {divisors_of(data_size)}, or -1 for all of them."
             if is_integer and shard_size > 0:
                 step = shard_size * tensor_parallel_size
-                worlds = ", ".join(str(step * times) for times in _next_multiples(world_size, step))
+                nearest = max(1, world_size // step) * step
+                worlds = ", ".join(map(str, range(nearest, nearest + 3 * step, step)))
                 fix += f" World sizes that have this shard size: {worlds}, …"
         raise MeshError(f"cannot build a mesh: shard_size is {shard_size!r}, expected a divisor of {every}. {fix}")
     return shard_size
-
-
-def _next_multiples(size: int, step: int) -> range:
-    """Return the numbers by which ``step`` is multiplied to get three world sizes close to ``size``."""
-    nearest = max(1, math.floor(size / step))
-    return range(nearest, nearest + 3)
 
 
 def divisors_of(size: int) -> list[int]:
@@ -274,6 +236,5 @@ def forget_meshes() -> None:
     new group that has the same name.
     """
     _meshes.clear()
-    _expert_meshes.clear()
     _groups.clear()
     forget_sharding_rules()

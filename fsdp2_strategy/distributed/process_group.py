@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -35,10 +35,8 @@ from fsdp2_strategy.errors import MeshError
 _group: ContextVar[dist.ProcessGroup | None] = ContextVar("group", default=None)
 # One for each open strategy that trains on some ranks only; `close` removes it.
 _partial_trainers: list[TrainingRanks] = []
-# One for each open strategy that trains on all ranks; `close` or garbage collection removes it.
-_full_trainers: WeakSet[TrainingRanks] = WeakSet()
-# How many successive ranks of each open strategy get the same batch, the last strategy first.
-_batch_sharers: list[tuple[weakref.ref[TrainingRanks], int]] = []
+# One for each open strategy, the last one first; `close` removes it.
+_trainers: list[weakref.ref[TrainingRanks]] = []
 # For each default group: how many groups `group_among` has made of the same ranks.
 _group_counts: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 # The rendezvous at which a default group was started, and what this rank knows of its host.
@@ -46,21 +44,10 @@ _joined: WeakKeyDictionary[Any, tuple[Rendezvous, LocalRank]] = WeakKeyDictionar
 
 
 def start_process_group(timeout_minutes: float, at: Rendezvous | None = None) -> bool:
-    """Start the default process group if there is none; collective if it starts one.
+    """Start the default process group if there is none, and return whether this call did; collective if it starts one.
 
     Without a rendezvous, rank and world size are read from torchrun's environment variables; if they are not set, this
     process is the only rank. With CUDA, the group has a CPU backend as well (``cpu:gloo,cuda:nccl``).
-
-    Args:
-        timeout_minutes: time to wait for all ranks, and the time-out of collectives.
-        at: where and as which rank to join the group; torchrun's variables are then not read.
-
-    Returns:
-        Whether this call started the group; if so, the caller must destroy it.
-
-    Raises:
-        MeshError: some of torchrun's variables are set and others are not, or not all ranks start in time. With a
-            rendezvous, see `meet`; or there is a process group that was not started at this rendezvous.
     """
     if dist.is_initialized():
         if at is not None and _joined.get(dist.group.WORLD, (None, None))[0] != at:
@@ -72,30 +59,29 @@ def start_process_group(timeout_minutes: float, at: Rendezvous | None = None) ->
         return False
     _started.set()
     cuda = torch.cuda.is_available()
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     timeout = timedelta(minutes=timeout_minutes)
+    if cuda and at is None:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if at is not None:
         store, local = meet(at, timeout)
+        rank, size = at.rank, at.world_size
         if local.device is not None:
             torch.cuda.set_device(local.device)
-        dist.init_process_group(backend, timeout=timeout, store=store, rank=at.rank, world_size=at.world_size)
-        _joined[dist.group.WORLD] = at, local
-        return True
-    if cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if dist.is_torchelastic_launched() or "WORLD_SIZE" in os.environ:
+    elif dist.is_torchelastic_launched() or "WORLD_SIZE" in os.environ:
         missing = [v for v in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if v not in os.environ]
         if missing:
             raise MeshError(
                 f"cannot start the process group: {', '.join(missing)} not set, expected the variables of torchrun. "
                 "Start with torchrun, unset WORLD_SIZE to run one rank, or pass rendezvous."
             )
-        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-        store = fresh_store(store, rank, world_size, timeout)
-        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
+        store = fresh_store(store, rank, size, timeout)
     else:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
+        store, rank, size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+    if at is not None:
+        _joined[dist.group.WORLD] = at, local
     return True
 
 
@@ -141,14 +127,7 @@ def group_in_use() -> dist.ProcessGroup | None:
 class TrainingRanks:
     """The ranks that a strategy trains on; from `begin` to `close`, this process uses their group for collectives.
 
-    Args:
-        group: the ranks that train; None for all ranks of the default group.
-        sequence_size: number of successive ranks that share sequences.
-        tensor_size: number of successive ranks that share layers; one of the two sizes is 1.
-
-    Raises:
-        MeshError: this rank is not in the group, an open strategy of this process trains on other ranks, or a size does
-            not divide the number of ranks.
+    ``sequence_size`` successive ranks share sequences, or ``tensor_size`` share layers; one of the two sizes is 1.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, sequence_size: int = 1, tensor_size: int = 1) -> None:
@@ -177,9 +156,9 @@ class TrainingRanks:
                 )
         self.default_group: Any = default
         self.group: dist.ProcessGroup | None = group if self.count < dist.get_world_size() else None
-        if self.group is not None and _trains_on_all(default):
+        if self.group is not None and _trains_on_all():
             gc.collect()  # remove strategies that are unreachable but not freed yet
-            if _trains_on_all(default):
+            if _trains_on_all():
                 raise MeshError(
                     f"cannot train on ranks {ranks}: another strategy of this process trains on all ranks, expected "
                     "the same ranks. Close that strategy first."
@@ -187,22 +166,26 @@ class TrainingRanks:
 
     def begin(self) -> None:
         """Make the group of these ranks the group in use; not collective."""
-        _batch_sharers[:] = [(weakref.ref(self), self.ranks_per_batch), *_batch_sharers]
+        _trainers.insert(0, weakref.ref(self))
         if self.group is not None:
             _partial_trainers.append(self)
-        else:
-            _full_trainers.add(self)
 
     def close(self) -> None:
         """Stop using this group; not collective. Repeated calls have no effect."""
-        _batch_sharers[:] = [entry for entry in _batch_sharers if entry[0]() not in (None, self)]
+        _trainers[:] = [other for other in _trainers if other() not in (None, self)]
         if self in _partial_trainers:
             _partial_trainers.remove(self)
-        _full_trainers.discard(self)
 
 
-def _trains_on_all(default_group: Any) -> bool:
-    return any(other.default_group is default_group for other in _full_trainers)
+def _open_trainers() -> Iterator[TrainingRanks]:
+    """Yield those that train in the current default group, the last one first."""
+    for reference in _trainers:
+        if (trainers := reference()) is not None and trainers.default_group is dist.group.WORLD:
+            yield trainers
+
+
+def _trains_on_all() -> bool:
+    return any(trainers.group is None for trainers in _open_trainers())
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
@@ -237,13 +220,8 @@ def _local() -> LocalRank | None:
 
 
 def sequence_size() -> int:
-    """Return how many successive ranks get the same batch, by the open strategy that was constructed last; else 1.
-
-    These are the ranks that share sequences, or that share layers.
-    """
-    default = dist.group.WORLD
-    open_now = ((trainers(), size) for trainers, size in _batch_sharers)
-    return next((size for own, size in open_now if own is not None and own.default_group is default), 1)
+    """Return how many successive ranks share sequences or layers, by the strategy constructed last; 1 without one."""
+    return next((trainers.ranks_per_batch for trainers in _open_trainers()), 1)
 
 
 def data_rank() -> int:
@@ -262,10 +240,6 @@ def group_among(ranks: list[int], **options: Any) -> dist.ProcessGroup:
     torch derives the name of such a group from the number of groups that a rank has made. If that number differs
     between the ranks, they wait for each other under different names. Here the name consists of the ranks and of the
     number of groups that were made of exactly these ranks before, which is equal on all of them.
-
-    Args:
-        ranks: ranks of the default group.
-        **options: options of `torch.distributed.new_group`.
     """
     counts = _group_counts.setdefault(dist.group.WORLD, Counter())
     name = f"fsdp2_strategy/{'_'.join(map(str, ranks))}/{counts[tuple(ranks)]}"

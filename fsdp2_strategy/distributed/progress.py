@@ -18,14 +18,9 @@ SECONDS_BETWEEN_LINES = 30.0
 
 
 class Progress:
-    """The progress of one operation; use it in a ``with`` block. All methods are thread-safe.
+    """The progress of one operation, such as "loading"; use it in a ``with`` block. All methods are thread-safe.
 
-    Args:
-        what: the operation, such as "loading".
-        total: the amount of work; None if unknown.
-        unit: "B" for bytes, or the name of another unit.
-        done: work that was done before.
-        is_shown: whether to show anything.
+    ``total`` is None if unknown. ``done`` is work that was done before, and does not count for the speed.
     """
 
     def __init__(self, what: str, total: int | None, *, unit: str = "B", done: int = 0, is_shown: bool = True) -> None:

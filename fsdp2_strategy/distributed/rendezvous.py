@@ -37,21 +37,10 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 0.2  # seconds
 
 
 def fresh_store(store: Any, rank: int, world_size: int, timeout: timedelta, secret: SharedSecret | None = None) -> Any:
-    """Return ``store`` under a new prefix that only the ranks of this attempt use; collective.
+    """Return ``store`` under a prefix that only the ranks of this attempt use; collective; see [Note: stale addresses].
 
-    See [Note: stale addresses].
-
-    Args:
-        store: a `torch.distributed.Store` that all ranks can reach.
-        rank: this rank.
-        world_size: number of ranks.
-        timeout: how long to wait for all ranks.
-        secret: signs what the ranks write until they have agreed, and selects the prefix; None for a store that only
-            they can reach.
-
-    Raises:
-        MeshError: another rank did not answer in time, another process has the same rank, or one without the secret has
-            written in the store.
+    ``secret`` signs what the ranks write until they have agreed, and selects the prefix; None for a store that only
+    they can reach.
     """
     number = uuid.uuid4().hex
     handshake: Any = dist.PrefixStore("fsdp2_strategy/handshake", store)  # type: ignore[attr-defined]
@@ -64,12 +53,7 @@ def fresh_store(store: Any, rank: int, world_size: int, timeout: timedelta, secr
 
 
 class SignedStore:
-    """A store whose values are accepted only from processes that have a secret.
-
-    Args:
-        store: a `torch.distributed.Store`.
-        secret: the secret.
-    """
+    """A store whose values are accepted only from processes that have a secret."""
 
     def __init__(self, store: Any, secret: SharedSecret) -> None:
         self._store, self._secret = store, secret
@@ -79,11 +63,7 @@ class SignedStore:
         self._store.set(key, self._mac(key, value.encode()) + value.encode())
 
     def get(self, key: str) -> bytes:
-        """Wait for a key, and return its value.
-
-        Raises:
-            MeshError: the value was not written by a process that has the secret.
-        """
+        """Wait for a key, and return its value; raise if it was written by a process without the secret."""
         return self._checked(key, self._store.get(key))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -160,14 +140,7 @@ class _Pause:
         self._seconds = _SHORTEST_PAUSE
 
     def __call__(self, missing: Sequence[int]) -> None:
-        """Sleep once.
-
-        Args:
-            missing: the ranks that this rank waits for, for the message.
-
-        Raises:
-            MeshError: the deadline has passed, or another process has the same rank.
-        """
+        """Sleep once; raise after the deadline, naming ``missing``, or if another process has the same rank."""
         if self._handshake.get(f"hello/{self._rank}").decode() != self._number:
             raise MeshError(
                 f"cannot start the process group: another process has started as rank {self._rank}, expected one "

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from fsdp2_strategy.distributed.lost_ranks import agreed_error
 from fsdp2_strategy.distributed.process_group import control_device, group_in_use, ranks_of, world_size
-from fsdp2_strategy.errors import StepError
 
 _LOSS_TOLERANCE = {"rtol": 1e-2, "atol": 1e-4}
 """The second is for losses that are nearly zero, such as those of a policy whose advantages have the mean zero."""
@@ -31,11 +31,7 @@ def facts_of(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_batches_of_groups(batch: Mapping[str, Any], size: int) -> None:
-    """Raise on every rank if a batch differs within a group of ``size`` successive ranks; collective.
-
-    Raises:
-        StepError: the names, shapes, dtypes or values of tensors differ, or numbers do.
-    """
+    """Raise on every rank if a batch differs within a group of ``size`` successive ranks; collective."""
     facts = facts_of(batch)
     digest = hashlib.sha256(repr(facts).encode()).digest()
     own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(control_device())
@@ -51,23 +47,15 @@ def check_batches_of_groups(batch: Mapping[str, Any], size: int) -> None:
             names = differing_names(first, other)
             if names:
                 shared = ", ".join(map(str, ranks[begin : begin + size]))
-                error = StepError(
+                raise agreed_error(
                     f"cannot compute a batch: {', '.join(names)} of rank {rank} differ from those of rank "
                     f"{ranks[begin]}, expected the same batch on the ranks {shared}, which share layers. Draw batches "
                     "by strategy.dp_rank and strategy.dp_size."
                 )
-                error.is_agreed = True
-                raise error
 
 
 def check_losses_of_groups(loss: torch.Tensor, size: int) -> None:
-    """Raise on every rank if the loss differs within a group of ``size`` successive ranks; collective.
-
-    Losses may differ by rounding, for example by the order in which an accelerator adds numbers.
-
-    Raises:
-        StepError: losses differ by more than `_LOSS_TOLERANCE`.
-    """
+    """Raise on every rank if the loss differs by more than rounding within ``size`` successive ranks; collective."""
     own = loss.detach().reshape(1).to(control_device(), torch.float64)
     groups = _gathered(own).view(-1, size)
     is_close = torch.isclose(groups, groups[:, :1], **_LOSS_TOLERANCE, equal_nan=True)
@@ -76,14 +64,12 @@ def check_losses_of_groups(loss: torch.Tensor, size: int) -> None:
     ranks = ranks_of(group_in_use())
     first = int((~is_close).any(dim=1).nonzero()[0])
     sharing = ranks[first * size :][:size]
-    error = StepError(
+    raise agreed_error(
         f"cannot run backward: the losses of the ranks {', '.join(map(str, sharing))} are "
         f"{', '.join(f'{value:.6g}' for value in groups[first].tolist())}, expected equal losses, because these ranks "
         "share layers. Compute the loss from the same labels, advantages and masks on these ranks: draw data by "
         "strategy.dp_rank and strategy.dp_size."
     )
-    error.is_agreed = True
-    raise error
 
 
 def _gathered(own: torch.Tensor) -> torch.Tensor:

@@ -53,17 +53,7 @@ def default_secret_file() -> Path:
 
 
 def shared_secret(secret: str | None, file: str | Path | None, error: type[FSDP2StrategyError]) -> SharedSecret:
-    """Return the given secret, that of a file, or by default that of the user's own file, which is created if missing.
-
-    Args:
-        secret: a text of at least 32 characters, which is not a word; None if a file is used.
-        file: path of a file with a secret; None for the user's own file.
-        error: class of the errors.
-
-    Raises:
-        FSDP2StrategyError: an ``error``, if both are given, the secret is too short, or the file cannot be used; see
-            [Note: the secret file].
-    """
+    """Return the given secret, that of ``file``, or that of the user's own file; see [Note: the secret file]."""
     if secret is not None and file is not None:
         raise error(
             "cannot use a shared secret: both secret and secret_file are given, expected one of them. Pass one."

@@ -34,6 +34,7 @@ from fsdp2_strategy.distributed.rendezvous import SignedStore, fresh_store
 from fsdp2_strategy.distributed.shared_secret import SharedSecret, shared_secret
 from fsdp2_strategy.errors import MeshError, some
 
+_TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]
 _CONNECT_SECONDS = 30.0
 """Time to connect to a server: it listens before anybody can know its address."""
 _BACKLOG = 1024
@@ -70,7 +71,7 @@ class RendezvousServer:
         shared = shared_secret(secret, None, MeshError)
         try:
             self._store = _serve(host)
-            self._store.set(_PROOF, _proof(shared))
+            self._store.set(_PROOF, _proof(shared, secrets.token_bytes(_NONCE_BYTES)))
         except (RuntimeError, OSError) as error:
             raise MeshError(
                 f"cannot open a rendezvous: host is {host!r}, expected a name or an address of this host "
@@ -140,20 +141,10 @@ class _Place:
 
 
 def meet(rendezvous: Rendezvous, timeout: timedelta) -> tuple[Any, LocalRank]:
-    """Wait for all ranks of a rendezvous; collective.
+    """Wait for all ranks; return a store that only they use, and what this rank knows of its host; collective.
 
-    Args:
-        rendezvous: the address, and the rank of this process.
-        timeout: how long to wait for the other ranks.
-
-    Returns:
-        A store that only these ranks use, and what this rank knows of its host.
-
-    Raises:
-        MeshError: ``rendezvous`` is something else, the server is unreachable or has another secret, another rank did
-            not answer in time, or another process has the same rank. On every rank that has met the others: two ranks
-            would use one device, only some ranks see an accelerator, or the ranks have different world sizes. A rank
-            whose world size is too large waits for ranks that do not exist, until the time-out.
+    Ranks that have met raise the same errors. A rank whose world size is too large waits for ranks that do not exist,
+    until the time-out.
     """
     if not isinstance(rendezvous, Rendezvous):
         raise MeshError(
@@ -162,15 +153,17 @@ def meet(rendezvous: Rendezvous, timeout: timedelta) -> tuple[Any, LocalRank]:
         )
     host, _, port = rendezvous.address.rpartition(":")
     secret = shared_secret(rendezvous.secret, None, MeshError)
+    wait = timedelta(seconds=_CONNECT_SECONDS)
     try:
-        shared = _connect(host.strip("[]"), int(port), timedelta(seconds=_CONNECT_SECONDS))
+        shared = _TCPStore(host.strip("[]"), int(port), is_master=False, timeout=wait, wait_for_workers=False)
     except (RuntimeError, OSError, OverflowError) as error:
         raise MeshError(
             f"cannot start the process group: rank {rendezvous.rank} does not reach {rendezvous.address} in "
             f"{_CONNECT_SECONDS:g} s ({_first_line(error)}), expected a RendezvousServer. Check the address, and that "
             "the process of the server still runs."
         ) from error
-    if not shared.check([_PROOF]) or not _is_proof(shared.get(_PROOF), secret):
+    proof = shared.get(_PROOF) if shared.check([_PROOF]) else b""
+    if not compare_digest(proof, _proof(secret, proof[:_NONCE_BYTES])):
         raise MeshError(
             f"cannot start the process group: the server at {rendezvous.address} has another secret than "
             f"{secret.origin}, expected the same. Pass secret=secrets.token_hex(32) to the RendezvousServer and to "
@@ -187,8 +180,7 @@ def _serve(host: str) -> Any:
     [(family, _, _, _, address), *_] = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     listening = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     port = listening.getsockname()[1]
-    store: Any = dist.TCPStore  # type: ignore[attr-defined]
-    return store(  # torch alone would listen on all interfaces
+    return _TCPStore(  # torch alone would listen on all interfaces
         host,
         port,
         is_master=True,
@@ -198,19 +190,8 @@ def _serve(host: str) -> Any:
     )
 
 
-def _connect(host: str, port: int, timeout: timedelta) -> Any:
-    store: Any = dist.TCPStore  # type: ignore[attr-defined]
-    return store(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
-
-
-def _proof(secret: SharedSecret) -> bytes:
-    nonce = secrets.token_bytes(_NONCE_BYTES)
+def _proof(secret: SharedSecret, nonce: bytes) -> bytes:
     return nonce + secret.mac(b"proof of the rendezvous", nonce)
-
-
-def _is_proof(proof: bytes, secret: SharedSecret) -> bool:
-    nonce, mac = proof[:_NONCE_BYTES], proof[_NONCE_BYTES:]
-    return compare_digest(mac, secret.mac(b"proof of the rendezvous", nonce))
 
 
 def _exchange(store: SignedStore, rendezvous: Rendezvous) -> list[_Place]:
@@ -238,11 +219,7 @@ def _host_id() -> str:
 
 
 def local_ranks(places: Sequence[_Place]) -> list[LocalRank]:
-    """Return what each rank knows of its host; not collective; see [Note: devices of ranks].
-
-    Raises:
-        MeshError: two ranks would use one device, or only some ranks see an accelerator.
-    """
+    """Return what each rank knows of its host; not collective; see [Note: devices of ranks]."""
     blind = [rank for rank, place in enumerate(places) if not place.devices]
     if blind and len(blind) < len(places):
         raise MeshError(

@@ -64,10 +64,7 @@ def param_groups_of(state: FSDPState) -> list[Any]:
 
 
 def choose_root(state: FSDPState) -> None:
-    """Initialise FSDP2 with this state as the root; do nothing if it is initialised already.
-
-    Otherwise FSDP2 would choose the first unit whose forward runs as the root.
-    """
+    """Initialise FSDP2 with this state as the root, if not done yet; else the first unit that runs becomes the root."""
     if state._is_root is None:
         state._lazy_init()
 
@@ -108,10 +105,7 @@ def mark_idle(state_or_param_group: Any) -> None:
 
 
 def forget_forward_root(state: FSDPState) -> None:
-    """Clear the root of the current forward pass.
-
-    After a pass that failed, FSDP2 would otherwise treat the next pass as a part of the failed one.
-    """
+    """Clear the root of the current forward pass: FSDP2 would treat the pass after a failed one as a part of it."""
     state._state_ctx.iter_forward_root = None
 
 
@@ -163,14 +157,7 @@ def replace_call(param_group: FSDPParamGroup, call: str, function: Callable[...,
 
 
 def hook_inputs(param_group: FSDPParamGroup, function: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Apply FSDP2's hook on a unit's inputs, which reduces the unit in backward, with another autograd function.
-
-    Args:
-        param_group: the parameter group of the unit.
-        function: an autograd function that takes the place of FSDP2's ``RegisterPostBackwardFunction``.
-        args: positional inputs.
-        kwargs: keyword inputs.
-    """
+    """Apply FSDP2's hook on a unit's inputs, which reduces the unit in backward, with another autograd function."""
     own = _fsdp_param_group.RegisterPostBackwardFunction
     _fsdp_param_group.RegisterPostBackwardFunction = function  # type: ignore[misc]
     try:
@@ -197,6 +184,11 @@ def parameters_of(param_group: FSDPParamGroup) -> list[Any]:
 def is_gathered(param_group: FSDPParamGroup) -> bool:
     """Return whether a unit is gathered, or its all-gather is in flight."""
     return param_group._all_gather_result is not None or param_group.is_unsharded
+
+
+def has_full_parameters(param_group: FSDPParamGroup) -> bool:
+    """Return whether a unit is gathered, and not only its all-gather in flight."""
+    return param_group.is_unsharded
 
 
 def gathering_ranks(param_group: FSDPParamGroup) -> int:
@@ -332,10 +324,7 @@ def drop_accumulated_gradient(parameter: FSDPParam) -> None:
 
 
 def accumulate_gradient(parameter: FSDPParam) -> None:
-    """Replace the unsharded parameter's gradient by an accumulated gradient in ``reduce_dtype``.
-
-    Do nothing if the gradient has that dtype already.
-    """
+    """Replace the unsharded gradient by an accumulated one in ``reduce_dtype``, unless it has that dtype already."""
     parameter.to_accumulated_grad_if_needed()
 
 
@@ -353,10 +342,7 @@ def set_local(tensor: DTensor, local: torch.Tensor) -> None:
 
 
 def dtensor_like(source: DTensor, local: torch.Tensor) -> DTensor:
-    """Return a DTensor with the shape, mesh and placements of ``source``, on the device of ``local``.
-
-    ``DTensor.from_local`` would move ``local`` to the device of the mesh.
-    """
+    """Return a DTensor laid out as ``source``; ``from_local`` would move ``local`` to the device of the mesh."""
     meta = TensorMeta(source.shape, source.stride(), local.dtype)
     spec = DTensorSpec(source.device_mesh, source.placements, tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
@@ -445,10 +431,7 @@ def sequence_number(group: Any) -> int:
 
 
 def flight_record() -> bytes | None:
-    """Return what torch's flight recorder has recorded, in the format of ``torch.distributed.flight_recorder``.
-
-    None if it is off or empty (``TORCH_FR_BUFFER_SIZE``), or if this version of torch has none.
-    """
+    """Return torch's flight record, for ``torch.distributed.flight_recorder``; None if it is off, empty or missing."""
     internals = torch._C._distributed_c10d
     for name in ("_dump_fr_trace", "_dump_nccl_trace"):
         if hasattr(internals, name) and b'"entries"' in getattr(internals, f"{name}_json")(True, False):
@@ -465,10 +448,7 @@ def changes_of(tensor: torch.Tensor) -> int:
 
 
 def storage_address(tensor: torch.Tensor) -> int:
-    """Return an identifier of a tensor's storage, valid as long as the storage exists.
-
-    It also distinguishes meta tensors, whose data pointers are 0.
-    """
+    """Return an identifier of an existing storage, also of those of meta tensors, whose data pointers are 0."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -516,10 +496,7 @@ def without_modes() -> Iterator[None]:
 
 
 def remember_device_constructors() -> None:
-    """Fill torch's cache of the functions that a ``torch.device`` context overrides.
-
-    Call this before patching one of these functions.
-    """
+    """Fill torch's cache of what a ``torch.device`` context overrides; call this before patching such a function."""
     _device._device_constructors()
 
 
@@ -530,6 +507,8 @@ def schema_of(operator: Any) -> Any:
 
 # --- modules, optimizers and loaders --------------------------------------------------------------------------------
 
+APPLY = "_apply"
+"""The method of a module through which ``to``, ``half``, ``cuda`` and the like change its tensors."""
 IS_MANAGED = "_is_fsdp_managed_module"
 """Attribute that `fully_shard` sets on the modules of a unit; transformers reads it."""
 ATTRIBUTES_OF_FSDP = (IS_MANAGED, "_compiled_call_impl")
@@ -622,12 +601,3 @@ def forget_pass(state: FSDPState) -> None:
     for param_group in param_groups_of(state):
         param_group._post_reduce_event = param_group._all_reduce_state = None
         param_group._post_forward_indices.clear()
-
-
-APPLY = "_apply"
-"""The method of a module through which ``to``, ``half``, ``cuda`` and the like change its tensors."""
-
-
-def has_full_parameters(param_group: FSDPParamGroup) -> bool:
-    """Return whether a unit is gathered, and not only its all-gather in flight."""
-    return param_group.is_unsharded

@@ -40,6 +40,7 @@ import torch.distributed as dist
 
 from fsdp2_strategy.distributed.equal_values import digest_numbers, is_equal
 from fsdp2_strategy.distributed.lost_ranks import (
+    agreed_error,
     collective_in_progress,
     disconnect,
     is_lost_rank,
@@ -71,14 +72,14 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 class UnitLog:
     """The log of one process group; see [Note: same units on all ranks]. To create one is collective.
 
-    Args:
-        group: the ranks that run the same units.
+    `begin`, `end`, `run` and `all_reduce` raise a `StepError` on every rank if another rank does something else.
     """
 
     def __init__(self, group: Any) -> None:
         self._group = ref(group)
         self.ranks = ranks_of(group)
         self.own = dist.get_rank(group)
+        """The place of this rank in ``ranks``."""
         self._texts: dict[int, str] = {}
         self._helpers: dict[int, Callable[[], bool]] = {}
         self._entries = _Entries(0)
@@ -96,49 +97,33 @@ class UnitLog:
         }
         self._board = _Board.shared_by(group)
         self._watcher = Watcher(self) if len(self.ranks) > 1 else None
-        self.name = _token_of_rank_0(group)
+        token = [secrets.token_hex(8)]
+        dist.broadcast_object_list(token, group_src=0, group=group)
+        self.name = token[0]
+        """A name that no other log has."""
         self.models = 0
         """Number of models whose units the log has; the ranks have prepared them in the same order."""
         if self._watcher is not None:
             self._watcher.start()
 
     def register(self, text: str, key: str, help_others: Callable[[], bool]) -> int:
-        """Return the entry of an action, which is the same on all ranks.
+        """Return the entry of an action, such as "gathers layers.0 of Llama", which is equal on all ranks.
 
-        Args:
-            text: the action, as a predicate of "rank 1", such as "gathers layers.0 of Llama".
-            key: distinguishes actions of the same text.
-            help_others: takes part in this collective without using its result, for ranks that have begun it; returns
-                whether it could.
+        ``key`` distinguishes actions of the same text. ``help_others`` takes part in this collective without using its
+        result, for ranks that have begun it, and returns whether it could.
         """
         entry = _hash(f"{text}/{key}")
         self._texts[entry] = text
         self._helpers[entry] = help_others
         return entry
 
-    def entry_of(self, action: OtherAction) -> int:
-        """Return the entry of a collective that `run_noted` runs."""
-        return self._others[action]
-
     def all_reduce(self, total: torch.Tensor, action: Action) -> None:
-        """All-reduce numbers in float64 over the ranks of the group, noted in the log as an action.
-
-        Raises:
-            StepError: on every rank, if another rank does something else.
-        """
+        """All-reduce numbers in float64 over the ranks of the group, noted in the log as an action."""
         reduce = functools.partial(dist.all_reduce, total, group=self._group())
         self.run(self._actions[action], reduce, length=len(total))
 
     def begin(self, entry: int, length: int = 0) -> None:
-        """Note that this rank begins a collective; call `end` after it.
-
-        Args:
-            entry: the entry of the collective.
-            length: how many numbers it sums, if it is an `all_reduce`.
-
-        Raises:
-            StepError: on every rank, if another rank does something else.
-        """
+        """Note that this rank begins a collective, which sums ``length`` numbers if it is an `all_reduce`."""
         place = self._count
         self._count += 1
         if len(self._entries) == _MOST_ENTRIES:
@@ -151,29 +136,21 @@ class UnitLog:
             self._refuse(place)
 
     def end(self) -> None:
-        """Note that this rank's collective has ended.
-
-        Raises:
-            StepError: on every rank, if another rank did something else meanwhile.
-        """
+        """Note that this rank's collective has ended."""
         self._is_inside = False
         # Ranks that are ahead may have a conflict in a collective that this rank has yet to begin.
         if self._board is not None and self._handled < self._board.conflict <= self._count:
             self._raise_conflict(self._board.conflict - 1)
 
     def run(self, entry: int, collective: Callable[[], Any], length: int = 0) -> Any:
-        """Run a collective between `begin` and `end`.
-
-        Raises:
-            StepError: on every rank, if another rank does something else.
-        """
+        """Run a collective between `begin` and `end`."""
         try:
             self.begin(entry, length)
             result = collective()
         except RuntimeError as error:
             self._is_inside = False
             if not isinstance(error, StepError) and is_lost_rank(error) and (text := reported_divergence(wait=True)):
-                raise _agreed(text) from error
+                raise agreed_error(text) from error
             raise
         self.end()
         return result
@@ -185,13 +162,7 @@ class UnitLog:
         return digest_numbers(self._entries)
 
     def check(self, sums: list[float]) -> None:
-        """Raise if the entries since the last call of this method differ between ranks, from the sums of `numbers`.
-
-        Not collective, unless it raises.
-
-        Raises:
-            StepError: on every rank.
-        """
+        """Raise if the ranks' entries since the last call differ, by the sums of `numbers`; collective if they do."""
         entries = list(self._entries)
         self._entries = _Entries(self._entries.epoch + 1)
         if is_equal(sums, len(self.ranks)):
@@ -202,7 +173,7 @@ class UnitLog:
         dist.all_gather_object(texts, self._texts, group=self._group())
         self._texts = {entry: text for of_rank in texts for entry, text in of_rank.items()}
         place = next(i for i in range(max(map(len, logs))) if len({tuple(log[i : i + 1]) for log in logs}) > 1)
-        raise _agreed(self._message([log[place] if place < len(log) else None for log in logs]))
+        raise agreed_error(self._message([log[place] if place < len(log) else None for log in logs]))
 
     # --- the board --------------------------------------------------------------------------------------------------
 
@@ -234,7 +205,7 @@ class UnitLog:
         entries = self._board.entries(place)
         self._handled = place + 1
         self._entries = _Entries(self._entries.epoch + 1)
-        raise _agreed(self._message(entries))
+        raise agreed_error(self._message(entries))
 
     def _message(self, entries: list[int | None]) -> str:
         def text(entry: int | None) -> str:
@@ -306,12 +277,6 @@ class _Entries(list[int]):
 
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-
-
-def _agreed(text: str) -> StepError:
-    error = StepError(text)
-    error.is_agreed = True
-    return error
 
 
 def _join(action: OtherAction, group_in_use: ref[Any]) -> bool:
@@ -395,13 +360,9 @@ class _Board:
         return self._numbers[0]
 
     def enter(self, place: int, entry: int, length: int, *, after: int) -> bool:
-        """Write an entry; return whether all other ranks that have got as far have the same one.
+        """Write this rank's entry at ``place``; return whether all other ranks that have got as far have the same one.
 
-        Args:
-            place: number of this rank's entries before.
-            entry: the entry.
-            length: how many numbers the collective sums, if it is an all-reduce.
-            after: a conflict up to this number of entries is over.
+        A conflict up to ``after`` entries is over.
         """
         numbers, own = self._numbers, self._place_of(self._own)
         numbers[own + self._FIELDS + place % _LENGTH] = entry
@@ -445,13 +406,6 @@ class _Board:
         ]
 
 
-def _token_of_rank_0(group: Any) -> str:
-    """Return a name that no other log has; collective."""
-    token = [secrets.token_hex(8)]
-    dist.broadcast_object_list(token, group_src=0, group=group)
-    return token[0]
-
-
 @functools.cache
 def _boot() -> str:
     """Return an identifier of this host since it was started."""
@@ -482,16 +436,12 @@ def begin_log() -> UnitLog:
 
 
 def run_noted(action: OtherAction, collective: Callable[[], object]) -> None:
-    """Run a collective of the group in use, noted in its log if there is one; collective.
-
-    Raises:
-        StepError: on every rank, if another rank does something else.
-    """
+    """Run a collective of the group in use, noted in its log if there is one; raises as `UnitLog` does."""
     log = current_log()
     if log is None:
         collective()
     else:
-        log.run(log.entry_of(action), collective)
+        log.run(log._others[action], collective)
 
 
 def _current_group() -> Any:

@@ -20,13 +20,16 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch.distributed as dist
 
 from fsdp2_strategy.distributed.background_store import background_store
 from fsdp2_strategy.distributed.lost_ranks import disconnect, report_divergence, reported_divergence
+
+if TYPE_CHECKING:
+    from fsdp2_strategy.distributed.unit_log import UnitLog
 
 WATCH_SECONDS = 1.0
 """How often a rank checks whether it makes progress."""
@@ -51,35 +54,10 @@ class PublishedLog:
     """The collective that the rank waits in; None if it does something else."""
 
 
-class Log(Protocol):
-    """A log of units that a watcher can watch."""
-
-    name: str
-    ranks: list[int]
-    own: int
-    """The place of this rank in ``ranks``."""
-
-    @property
-    def is_releasing(self) -> bool:
-        """Whether ranks of this host are being released from a collective, which a slow rank may delay."""
-
-    def has_group(self) -> bool:
-        """Return whether the process group still exists."""
-
-    def look(self) -> tuple[int, bool]:
-        """Return the number of entries, and whether the main thread waits in a collective."""
-
-    def to_publish(self) -> PublishedLog:
-        """Return what others need of the log."""
-
-    def difference(self, logs: Mapping[int, PublishedLog]) -> str | None:
-        """Return an error message for the first entry that differs; None if there is none."""
-
-
 class Watcher:
     """The thread that watches a log; see [Note: watched logs]."""
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: UnitLog) -> None:
         self._log = ref(log)
         self._process = 0
 
@@ -90,7 +68,7 @@ class Watcher:
             threading.Thread(target=_watch, args=(self._log,), name="fsdp2_strategy units", daemon=True).start()
 
 
-def _watch(log: ref[Log]) -> None:
+def _watch(log: ref[UnitLog]) -> None:
     before: tuple[int, bool] | None = None
     unchanged = 0
     publisher, reader = _Publisher(), _Reader()
@@ -117,7 +95,7 @@ class _Publisher:
         self._published: tuple[int, bool] | None = None
         self._answered = 0
 
-    def publish(self, store: Any, log: Log, now: tuple[int, bool]) -> None:
+    def publish(self, store: Any, log: UnitLog, now: tuple[int, bool]) -> None:
         """Publish the log, unless this has been done; break off if another rank has found that the logs differ."""
         prefix = _prefix(log)
         if now != self._published:
@@ -143,7 +121,7 @@ class _Reader:
         self._suspected: tuple[str, dict[int, int]] | None = None
         """The message if all ranks wait for each other, and the number of entries of each."""
 
-    def compare(self, store: Any, log: Log) -> None:
+    def compare(self, store: Any, log: UnitLog) -> None:
         """Read the logs that have been published, and break off if they differ, or if all ranks wait for each other."""
         prefix = _prefix(log)
         version = store.add(f"{prefix}/version", 0)
@@ -164,7 +142,7 @@ class _Reader:
             if store.check([*answers]) and all(store.get(key) == answer for key, answer in answers.items()):
                 _break_off(text)
 
-    def _suspect(self, store: Any, log: Log, logs: Mapping[int, PublishedLog]) -> None:
+    def _suspect(self, store: Any, log: UnitLog, logs: Mapping[int, PublishedLog]) -> None:
         if None in [each.call for each in logs.values()]:
             return
         waiting = ", ".join(f"rank {log.ranks[i]} waits in {each.call}" for i, each in sorted(logs.items()))
@@ -176,7 +154,7 @@ class _Reader:
         store.add(f"{_prefix(log)}/question", 1)
 
 
-def _prefix(log: Log) -> str:
+def _prefix(log: UnitLog) -> str:
     return f"fsdp2_strategy/units/{log.name}"
 
 

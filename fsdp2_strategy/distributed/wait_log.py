@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 import sysconfig
@@ -56,38 +57,18 @@ class _Wait:
     """The ranks that it may wait for, of the default group."""
 
 
-@dataclass(frozen=True)
-class _Started:
-    """For what the last call of `begin_wait_log` was."""
-
-    process: int
-    group: ref[Any]
-    """The default process group."""
-    ended: threading.Event
-    """Ends the thread."""
-
-
-_started: _Started | None = None
+_started: _WaitLog | None = None
+"""What the last call of `begin_wait_log` made, also without a limit."""
 
 
 def begin_wait_log(seconds: float | None) -> None:
-    """Log waits of this process that exceed a limit, until the process group is destroyed; not collective.
-
-    A later call replaces the limit.
-
-    Args:
-        seconds: the limit; None for no log.
-    """
+    """Log waits of more than ``seconds`` (None: none) until the group is destroyed; a later call replaces the limit."""
     global _started  # noqa: PLW0603
-    if _runs():
-        assert _started is not None
+    if _started is not None and _runs():
         _started.ended.set()
-    _started = None
-    if dist.is_initialized():
-        _started = _Started(os.getpid(), ref(dist.group.WORLD), threading.Event())
-        if seconds is not None and dist.get_world_size() > 1:
-            log = _WaitLog(seconds, _started)
-            threading.Thread(target=log.run, name="fsdp2_strategy waits", daemon=True).start()
+    _started = _WaitLog(math.inf if seconds is None else seconds) if dist.is_initialized() else None
+    if _started is not None and seconds is not None and dist.get_world_size() > 1:
+        threading.Thread(target=_started.run, name="fsdp2_strategy waits", daemon=True).start()
 
 
 def ensure_wait_log() -> None:
@@ -101,8 +82,11 @@ def _runs() -> bool:
 
 
 class _WaitLog:
-    def __init__(self, seconds: float, started: _Started) -> None:
-        self._seconds, self._ended, self._group = seconds, started.ended, started.group
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.process, self.group = os.getpid(), ref(dist.group.WORLD)
+        self.ended = threading.Event()
+        """Ends the thread."""
         self._waits: dict[int, tuple[_Wait, float]] = {}
         """The wait of each thread, and since when it lasts."""
         self._logged: dict[int, _Wait] = {}
@@ -110,8 +94,8 @@ class _WaitLog:
 
     def run(self) -> None:
         """Look at the threads until the process group is destroyed."""
-        while not self._ended.wait(min(1.0, self._seconds / 4)) and not sys.is_finalizing():
-            if not dist.is_initialized() or self._group() is not dist.group.WORLD:
+        while not self.ended.wait(min(1.0, self._seconds / 4)) and not sys.is_finalizing():
+            if not dist.is_initialized() or self.group() is not dist.group.WORLD:
                 return
             with contextlib.suppress(Exception):  # the group may be destroyed meanwhile, and the store may be lost
                 self._look()
@@ -121,9 +105,8 @@ class _WaitLog:
         found = waits()
         before, self._waits = self._waits, {}
         for thread, wait in found.items():
-            earlier = before.get(thread)
-            is_same = earlier is not None and earlier[0].identity == wait.identity
-            self._waits[thread] = earlier if is_same and earlier is not None else (wait, now)
+            earlier = before.get(thread, (wait, now))
+            self._waits[thread] = earlier if earlier[0].identity == wait.identity else (wait, now)
         for thread, logged in list(self._logged.items()):
             if thread not in self._waits or self._waits[thread][0] is not logged:
                 del self._logged[thread]
@@ -175,13 +158,13 @@ def waits() -> dict[int, _Wait]:
             group = inner.group if isinstance(inner.group, dist.ProcessGroup) else dist.group.WORLD
             ranks = ranks_of(group)
             if len(ranks) > 1:
-                name = f"{call.function} ({inner.name})" if call else inner.name
+                name = f"{call.name} ({inner.name})" if call else inner.name
                 place = call.place if call else inner.place
                 text = f"{name}, called at {place}" if place else name
                 found[thread] = _Wait((text, sequence_number(group)), text, tuple(ranks))
         elif call is not None:
             place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-            text = f"{call.function} (at {place}), called at {call.place}"
+            text = f"{call.name} (at {place}), called at {call.place}"
             ranks = ranks_of(None)
             found[thread] = _Wait((text, id(frame), frame.f_lasti), text, tuple(ranks))
     return found
@@ -197,7 +180,7 @@ def position() -> str:
         return "at its end"
     call = call_of(innermost)
     place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-    return f"in {call.function}, called at {place}" if call else f"in {frame.f_code.co_name} at {place}"
+    return f"in {call.name}, called at {place}" if call else f"in {frame.f_code.co_name} at {place}"
 
 
 def reports_of(ranks: Sequence[int]) -> str:

@@ -180,15 +180,9 @@ def start_trackers(
     wandb_entity: str | None = None,
     wandb_group: str | None = None,
 ) -> list[Tracker]:
-    """Create trackers by name, and write the settings of the run to all of them; collective if there is a group.
+    """Create trackers by name, and write the run's settings to all of them; collective if there is a group.
 
-    Args:
-        trackers: "jsonl", "tensorboard", "wandb", or `Tracker` objects; one or several.
-        run_id, run_dir, hparams: as for `JSONLinesTracker`.
-        wandb_project, wandb_entity, wandb_group: as for `WeightsBiasesTracker`.
-
-    Raises:
-        ConfigError: on every rank: a tracker is unknown or cannot start. Those that have started are closed.
+    If one is unknown or cannot start, those that have started are closed, and every rank raises.
     """
     known: dict[str, Callable[[], Tracker]] = {
         "jsonl": partial(JSONLinesTracker, run_id, run_dir, hparams),
