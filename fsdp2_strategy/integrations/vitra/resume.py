@@ -18,11 +18,7 @@ from fsdp2_strategy.integrations.vitra.epochs import Position
 
 
 def check_new_run(folder: Path, run_dir: Path) -> None:
-    """Raise if a folder without a checkpoint cannot be the directory of a new run; collective.
-
-    Raises:
-        CheckpointError: on every rank: ``folder`` has a checkpoint's suffix, or does not exist and is not ``run_dir``.
-    """
+    """Raise on every rank if a folder without a checkpoint cannot be the directory of a new run; collective."""
     may_be_new = folder.is_dir() or folder.absolute() == run_dir.absolute()
     if folder.suffix == ".ckpt" or not from_rank_0(may_be_new):
         raise CheckpointError(
@@ -37,9 +33,8 @@ class Resumed:
 
     path: Path
     epoch: int
-    """The epoch in which the checkpoint was saved."""
+    """The epoch in which it was saved."""
     at_epoch_end: bool
-    """Whether the checkpoint was saved at the end of ``epoch``."""
     position: Position | None
     """The data position to resume at; None to start at the beginning of an epoch."""
     load_data_position: DataPositionMode
@@ -66,11 +61,7 @@ class Resumed:
         return self.position.epoch if self.position else self.epoch + self.at_epoch_end
 
     def check_start(self, epoch: int, step: int, steps_taken: int) -> None:
-        """Compare the caller's start arguments with the checkpoint; 0 is always accepted.
-
-        Raises:
-            ConfigError: an argument differs from the checkpoint.
-        """
+        """Raise if the caller's start arguments are neither 0 nor those of the checkpoint."""
         if epoch not in (0, self.epoch, self.start_epoch) or step not in (0, steps_taken):
             raise ConfigError(
                 f"cannot train: start_epoch is {epoch} and start_global_step {step}, expected {self.epoch} and "
