@@ -41,11 +41,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class CacheFile:
-    """An open cached file.
-
-    Attributes:
-        size: size of the remote file in bytes.
-    """
+    """An open cached file; ``size`` is that of the remote file in bytes."""
 
     def __init__(self, fd: int, size: int) -> None:
         self._fd, self.size = fd, size
@@ -53,12 +49,7 @@ class CacheFile:
 
     @classmethod
     def open(cls, path: Path, request_size: Callable[[], int]) -> CacheFile:
-        """Open a cached file; create it if it does not exist.
-
-        Args:
-            path: the path of the cached file.
-            request_size: returns the size of the remote file. One process or thread calls it; the others wait.
-        """
+        """Open or create a cached file; one process or thread calls ``request_size``, and the others wait."""
         while True:
             fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             try:
@@ -78,7 +69,7 @@ class CacheFile:
             os.close(fd)
 
     def is_dropped(self) -> bool:
-        """Return whether the file was dropped; in that case, call `open` again to continue."""
+        """Return whether the file was dropped; it must then be opened again."""
         return not _is_valid(self._fd)
 
     def missing(self, first: int, end: int) -> list[tuple[int, int]]:
@@ -93,10 +84,7 @@ class CacheFile:
             yield
 
     def write(self, start: int, data: bytes) -> None:
-        """Write blocks from offset ``start`` on, unless the file was dropped.
-
-        All blocks are full, except that the last block of the file may be shorter.
-        """
+        """Write full blocks, or those up to the end of the file, from offset ``start`` on, unless it was dropped."""
         _write(self._fd, data, self._data_offset + start)
         _write(self._fd, bytes([1]) * blocks(len(data)), _FLAGS_OFFSET + start // BLOCK_BYTES)
         if self.is_dropped():  # `drop` truncated the file before this write

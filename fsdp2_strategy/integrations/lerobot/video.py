@@ -51,13 +51,7 @@ _STRICT = {"err_detect": "crccheck+bitstream+buffer+explode"}
 
 
 class Decoders:
-    """A least-recently-used cache of open video decoders.
-
-    Args:
-        source: the source of the files.
-        max_open: maximum number of open files.
-        counts: counters of decoded and converted frames.
-    """
+    """A least-recently-used cache of open video decoders."""
 
     def __init__(self, source: Source, max_open: int, counts: Counts) -> None:
         self._source, self._max_open, self._counts = source, max_open, counts
@@ -65,12 +59,7 @@ class Decoders:
         self._process = os.getpid()
 
     def frames(self, path: str, seconds: Sequence[float], tolerance_s: float) -> torch.Tensor:
-        """Return the frames at the given times, uint8 of shape (T, C, H, W).
-
-        Raises:
-            CorruptDataError: the file cannot be decoded, or has no frame within the tolerance of a time.
-            DataError: the file cannot be read or fetched.
-        """
+        """Return the frames at the given times, uint8 of shape (T, C, H, W)."""
         try:
             decoder = self._opened(path)
             before = decoder.decoded
@@ -105,8 +94,6 @@ class Decoders:
 
 
 class _Decoder:
-    """The decoder of an open file."""
-
     def __init__(self, source: Source, path: str) -> None:
         self._source, self._path = source, path
         self.decoded = 0
@@ -215,11 +202,7 @@ class UndecodableError(Exception):
 
 
 def picture(content: object) -> torch.Tensor:
-    """Decode an image (PNG, JPEG) to uint8 of shape (C, H, W).
-
-    Raises:
-        UndecodableError: the content is not the bytes of an image.
-    """
+    """Decode the bytes of an image (PNG, JPEG) to uint8 of shape (C, H, W), or raise an `UndecodableError`."""
     if not isinstance(content, bytes):
         raise UndecodableError(f"it contains a {type(content).__name__} in place of an image's bytes")
     try:
