@@ -32,6 +32,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
+from fsdp2_strategy.storage.safetensors_format import write_from
+
 BLOCK_BYTES = 64 << 10
 
 _COUNT_OFFSET, _SIZE_OFFSET, _FLAGS_OFFSET, _PAGE_BYTES = 4, 8, 16, 4096
@@ -55,8 +57,8 @@ class CacheFile:
             try:
                 with _locked(fd, 0, 1):
                     if not _is_valid(fd) and os.fstat(fd).st_nlink:
-                        _write(fd, request_size().to_bytes(8, "little"), _SIZE_OFFSET)
-                        _write(fd, bytes([1]), 0)
+                        write_from(fd, _SIZE_OFFSET, memoryview(request_size().to_bytes(8, "little")))
+                        write_from(fd, 0, memoryview(b"\1"))
                     # If `drop` unlinks the file after this check, it also truncates it, and `is_dropped` returns True.
                     if os.fstat(fd).st_nlink:
                         size = int.from_bytes(os.pread(fd, 8, _SIZE_OFFSET), "little")
@@ -85,8 +87,8 @@ class CacheFile:
 
     def write(self, start: int, data: bytes) -> None:
         """Write full blocks, or those up to the end of the file, from offset ``start`` on, unless it was dropped."""
-        _write(self._fd, data, self._data_offset + start)
-        _write(self._fd, bytes([1]) * blocks(len(data)), _FLAGS_OFFSET + start // BLOCK_BYTES)
+        write_from(self._fd, self._data_offset + start, memoryview(data))
+        write_from(self._fd, _FLAGS_OFFSET + start // BLOCK_BYTES, memoryview(b"\1" * blocks(len(data))))
         if self.is_dropped():  # `drop` truncated the file before this write
             os.ftruncate(self._fd, 0)
 
@@ -105,9 +107,9 @@ class CacheFile:
         with self.locked(first, end), _locked(self._fd, _COUNT_OFFSET, 4):
             if self.is_dropped():
                 return
-            _write(self._fd, bytes(end - first), _FLAGS_OFFSET + first)
+            write_from(self._fd, _FLAGS_OFFSET + first, memoryview(bytes(end - first)))
             count = struct.unpack("<I", os.pread(self._fd, 4, _COUNT_OFFSET))[0]
-            _write(self._fd, struct.pack("<I", (count + 1) % (1 << 32)), _COUNT_OFFSET)
+            write_from(self._fd, _COUNT_OFFSET, memoryview(struct.pack("<I", (count + 1) % (1 << 32))))
             offset, length = self._data_offset + first * BLOCK_BYTES, (end - first) * BLOCK_BYTES
             _libc.fallocate(self._fd, _PUNCH_HOLE, ctypes.c_int64(offset), ctypes.c_int64(length))
 
@@ -142,13 +144,6 @@ def drop(path: Path) -> None:
 
 def _is_valid(fd: int) -> bool:
     return os.pread(fd, 1, 0) == b"\1"
-
-
-def _write(fd: int, data: bytes, offset: int) -> None:
-    rest = memoryview(data)
-    while rest:
-        written = os.pwrite(fd, rest, offset)
-        rest, offset = rest[written:], offset + written
 
 
 @contextmanager

@@ -89,18 +89,18 @@ def resume_after_prepare(
 ) -> None:
     """Load a checkpoint's weights, optimizer, schedule, averages and random state; collective."""
     path, averages = Path(cfg.checkpoint_path).resolve(), accelerator.averages
-    has_averages = averages is not None and (path / TRAINING_STATE / EMA).is_dir()
+    saved = averages if (path / TRAINING_STATE / EMA).is_dir() else None
     _, client_state = accelerator.strategy.load_ckpt(
         policy,
         path.parent,
         accelerator.optimizer,
         scheduler,
         tag=path.name,
-        ema=averages.ema if averages is not None and has_averages else None,
+        ema=saved.ema if saved else None,
     )
-    if averages is not None and has_averages:
+    if saved is not None:
         steps = resume_before_prepare(cfg) // accelerator.strategy.accumulated_gradient
-        averages.steps = client_state.get(_AVERAGED_STEPS, steps)  # another trainer does not record them
+        saved.steps = client_state.get(_AVERAGED_STEPS, steps)  # another trainer does not record them
     elif averages is not None:
         accelerator.averages = Averages(policy, averages.options)
         log("%s has no averages (ema); they start from its weights", path, level=logging.WARNING)

@@ -150,8 +150,6 @@ def _array(column: pa.ChunkedArray, feature: Mapping[str, Any]) -> Any:
     if feature["dtype"] == "image":
         return column
     values = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()  # the latter copies even one chunk
-    if isinstance(values, pa.ChunkedArray):
-        values = pa.concat_arrays(values.chunks)
     if isinstance(values, pa.ExtensionArray):
         values = values.storage
     is_list = False

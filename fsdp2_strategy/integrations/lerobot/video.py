@@ -63,7 +63,7 @@ class Decoders:
         try:
             decoder = self._opened(path)
             before = decoder.decoded
-            pictures = decoder.frames_at(sorted(set(seconds)), tolerance_s)
+            pictures = {second: decoder.picture(second, tolerance_s) for second in sorted(set(seconds))}
         except av.FFmpegError as error:
             self.close(path)
             raise corrupt(self._source, path, error, "a video that can be decoded") from error
@@ -115,17 +115,14 @@ class _Decoder:
         self._frames: Iterator[av.VideoFrame] = iter(())
         self._last: av.VideoFrame | None = None
 
-    def frames_at(self, seconds: Sequence[float], tolerance_s: float) -> dict[float, torch.Tensor]:
-        """Return the frames at the given times, which must be in ascending order."""
-        return {second: _channels_first(self._frame(second, tolerance_s), self._reformatter) for second in seconds}
-
     def close(self) -> None:
         self._frames = iter(())
         self._container.close()
         if self._file is not None:
             self._file.close()
 
-    def _frame(self, second: float, tolerance_s: float) -> av.VideoFrame:
+    def picture(self, second: float, tolerance_s: float) -> torch.Tensor:
+        """Return the frame at a time; faster if the times are in ascending order."""
         target = round(second / self._time_base)
         frame = self._nearest(target)
         if frame is None or abs(_pts(frame) - target) > max(tolerance_s / self._time_base, 0.5):
@@ -133,7 +130,7 @@ class _Decoder:
             raise corrupt(self._source, self._path, found, f"a frame within {tolerance_s:g} of {second:f} seconds")
         if frame.is_corrupt:
             raise corrupt(self._source, self._path, f"the frame at {second:f} seconds is corrupt", "a valid frame")
-        return frame
+        return _channels_first(frame, self._reformatter)
 
     def _nearest(self, target: int) -> av.VideoFrame | None:
         """Return the frame that is nearest to a time stamp; continue decoding, or seek if necessary."""

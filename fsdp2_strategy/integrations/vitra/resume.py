@@ -34,7 +34,8 @@ class Resumed:
     path: Path
     epoch: int
     """The epoch in which it was saved."""
-    at_epoch_end: bool
+    start_epoch: int
+    """The epoch in which training continues."""
     position: Position | None
     """The data position to resume at; None to start at the beginning of an epoch."""
     load_data_position: DataPositionMode
@@ -45,20 +46,17 @@ class Resumed:
     @classmethod
     def of(cls, path: str, client_state: Mapping[str, Any], *, load_data_position: DataPositionMode) -> Self:
         """Describe the checkpoint that was just loaded; read its random state from this process's generators."""
-        position = client_state.get("position") if load_data_position else None
+        saved = client_state.get("position") if load_data_position else None
+        position = Position(**saved) if saved else None
+        epoch = client_state.get("epoch", 0)
         return cls(
             path=Path(path),
-            epoch=client_state.get("epoch", 0),
-            at_epoch_end=path.endswith(".end.ckpt"),
-            position=Position(**position) if position else None,
+            epoch=epoch,
+            start_epoch=position.epoch if position else epoch + path.endswith(".end.ckpt"),
+            position=position,
             load_data_position=load_data_position,
             rng=rng_content(),
         )
-
-    @property
-    def start_epoch(self) -> int:
-        """The epoch in which training continues."""
-        return self.position.epoch if self.position else self.epoch + self.at_epoch_end
 
     def check_start(self, epoch: int, step: int, steps_taken: int) -> None:
         """Raise if the caller's start arguments are neither 0 nor those of the checkpoint."""

@@ -202,7 +202,6 @@ class VLAFSDPStrategy(VLASettings, TrainingStrategy):
     def _sharding(
         self, model: nn.Module, blocks: Classes, recompute: Classes
     ) -> tuple[StrategyConfig, ShardSize, bool]:
-        """Return the configuration, the shard size, and ``reshard_after_forward`` for the classes of `run_setup`."""
         config = self.config.replace(
             block_class_names=class_names_of(model, blocks),
             activation_checkpointing=class_names_of(model, recompute if self.enable_gradient_checkpointing else None),
@@ -234,13 +233,12 @@ class VLAFSDPStrategy(VLASettings, TrainingStrategy):
     ) -> bool:
         """Train until ``max_steps`` or the end of the last epoch; collective.
 
-        After `load_optimizer_and_scheduler`, training resumes at the checkpoint, even in the middle of an epoch. The
-        resumed run draws the same data and random numbers as an uninterrupted run. All ranks skip a step whose gradient
-        norm is not finite.
+        After `load_optimizer_and_scheduler`, training resumes at the checkpoint, even within an epoch, with the data
+        and random numbers of an uninterrupted run. All ranks skip a step whose gradient norm is not finite.
 
         Args:
             dataloader: yields this rank's micro-batches as mappings of tensors. Pass a ResumableLoader with a global
-                batch of per_device_batch_size x ranks samples. Other loaders resume only on the same number of ranks.
+                batch of per_device_batch_size x ranks; other loaders resume only on the same number of ranks.
             metrics: receives losses and learning rates. Checkpoints are saved below ``metrics.run_dir``.
             save_interval: optimizer steps between checkpoints; None for no checkpoints within an epoch. The step
                 ``max_steps`` is always saved.
@@ -251,8 +249,8 @@ class VLAFSDPStrategy(VLASettings, TrainingStrategy):
             save_full_model: whether checkpoints contain all frozen weights.
 
         Returns:
-            True at the end of training. False if SIGTERM stopped the run; its last step is then saved. In this case,
-            exit with a non-zero status, so that the run is started again.
+            True at the end of training. False if SIGTERM stopped the run, whose last step is then saved: exit with a
+            non-zero status, so that the run is started again.
 
         Raises:
             StepError: the forward returns no loss; or, on every rank, a tracker fails.
@@ -467,8 +465,7 @@ class VLAFSDPStrategy(VLASettings, TrainingStrategy):
     def _check_start(self, epoch: int, step: int) -> None:
         """Compare the start arguments with the loaded checkpoint; if none was loaded, advance the schedule to ``step``.
 
-        Raises:
-            ConfigError: an argument differs from the checkpoint, or ``step`` differs from the steps already taken.
+        A ``step`` that differs from the steps already taken is a ConfigError.
         """
         accumulation = self._state_of(self.vla).accumulation
         if self._resumed is not None:
