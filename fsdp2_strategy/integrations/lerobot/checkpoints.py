@@ -16,8 +16,7 @@ from fsdp2_strategy.checkpoint.file_schemas import read_small_file
 from fsdp2_strategy.checkpoint.paths import EMA, TRAINING_STATE, TRAINING_STEP
 from fsdp2_strategy.checkpoint.random_state import rng_content
 from fsdp2_strategy.distributed.log import log
-from fsdp2_strategy.integrations.lerobot.accelerator import Accelerator, SteppingOptimizer
-from fsdp2_strategy.integrations.lerobot.averages import Averages
+from fsdp2_strategy.integrations.lerobot.accelerator import Accelerator, Averages, SteppingOptimizer
 from fsdp2_strategy.integrations.lerobot.layout import LeRobotLayout
 from fsdp2_strategy.storage.checksum_manifests import damage
 from fsdp2_strategy.storage.schema import InvalidError, integer, parse_json, record

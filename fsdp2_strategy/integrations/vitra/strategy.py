@@ -463,10 +463,7 @@ class VLAFSDPStrategy(VLASettings, TrainingStrategy):
         return {"epoch": self._resumed.epoch, "global_step": self.global_step(self.vla)}
 
     def _check_start(self, epoch: int, step: int) -> None:
-        """Compare the start arguments with the loaded checkpoint; if none was loaded, advance the schedule to ``step``.
-
-        A ``step`` that differs from the steps already taken is a ConfigError.
-        """
+        """Compare the start arguments with the loaded checkpoint; if none was, advance the schedule to ``step``."""
         accumulation = self._state_of(self.vla).accumulation
         if self._resumed is not None:
             self._resumed.check_start(epoch, step, accumulation.steps)
