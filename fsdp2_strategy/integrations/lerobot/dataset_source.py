@@ -81,7 +81,7 @@ class LocalFiles:
             ) from error
 
 
-class RemoteFiles:
+class RemoteFiles(RemoteRoot):
     """The files below a remote root; bytes that are read are cached on disk. See [Note: cached files] in `byte_cache`.
 
     The threads of a process, its forked children, and the processes that unpickle the object share one cache. The
@@ -90,7 +90,7 @@ class RemoteFiles:
     """
 
     def __init__(self, url: str, cache_dir: str | os.PathLike[str], **options: Any) -> None:
-        self._remote = RemoteRoot(url, **options)
+        super().__init__(url, **options)
         self._supports_ranges = True
         self._folder = Path(cache_dir).absolute()
         with cache_errors(url, self._folder):
@@ -100,22 +100,10 @@ class RemoteFiles:
         """Open a file for reading; each read fetches the bytes that are not cached, or raises a `DataError`."""
         return _RemoteFile(self, path, self._open_cached(path))
 
-    def read(self, path: str) -> bytes:
-        """Return the content of a file without caching it."""
-        return self._remote.read(path)
-
-    def exists(self, path: str) -> bool:
-        """Return whether the file exists."""
-        return self._remote.exists(path)
-
     def size(self, path: str) -> int:
-        """Return the size of a file in bytes."""
+        """Return the size of a file in bytes, which is cached."""
         with self._open_cached(path) as cached:
             return cached.size
-
-    def location(self, path: str) -> str:
-        """Return the URL of a file, for error messages."""
-        return self._remote.location(path)
 
     def local(self, path: str) -> None:
         """Return None: a remote file has no local path."""
@@ -146,7 +134,7 @@ class RemoteFiles:
 
     def _open_cached(self, path: str) -> CacheFile:
         with cache_errors(self.location(path), self._folder):
-            return CacheFile.open(self._cached_path(path), lambda: self._remote.size(path))
+            return CacheFile.open(self._cached_path(path), lambda: super(RemoteFiles, self).size(path))
 
     def _fetch_blocks(self, path: str, cached: CacheFile, first: int, end: int) -> None:
         """Fetch missing blocks; wait for those that other threads or processes are fetching."""
@@ -156,7 +144,7 @@ class RemoteFiles:
             with cached.locked(*run):
                 while (missing := cached.missing(*run)) and not cached.is_dropped():
                     begin, stop = missing[0][0] * BLOCK_BYTES, min(missing[0][1] * BLOCK_BYTES, cached.size)
-                    data = self._remote.range(path, begin, stop, cached.size)
+                    data = self.range(path, begin, stop, cached.size)
                     if len(data) != stop - begin:
                         self._supports_ranges, begin = False, 0
                     cached.write(begin, data)
