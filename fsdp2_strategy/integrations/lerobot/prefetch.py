@@ -75,7 +75,11 @@ class EpisodePrefetcher:
 
     def end_with(self, owner: object) -> None:
         """End the threads when ``owner`` is garbage-collected or the interpreter exits."""
-        weakref.finalize(owner, _end, self, os.getpid())
+        weakref.finalize(owner, self._end, os.getpid())
+
+    def _end(self, process: int) -> None:
+        if process == os.getpid():  # not in a forked child, which has none of the threads
+            self.pause()
 
     def _run(self) -> None:
         while (episode := self._next()) is not None:
@@ -123,8 +127,3 @@ class EpisodePrefetcher:
                 )
             return None
         return next((episode for episode in self._soon if episode not in self._started), None)
-
-
-def _end(prefetcher: EpisodePrefetcher, process: int) -> None:
-    if process == os.getpid():
-        prefetcher.pause()

@@ -51,8 +51,8 @@ class VLASettings:
     max_grad_norm: float | None
     """Maximum global norm of the gradients; 0 or None for no clipping."""
     lr_scheduler_type: str
-    """"linear-warmup+cosine-decay", "constant", "linear-warmup+constant", their aliases, or "backbone-freeze-warmup";
-    see `build_scheduler`."""
+    """One of "linear-warmup+cosine-decay", "constant", "linear-warmup+constant", their aliases, and
+    "backbone-freeze-warmup"; see `build_scheduler`."""
     warmup_ratio: float | None
     """For schedules with a warm-up, its length as a fraction of all steps; None for no warm-up."""
     enable_gradient_checkpointing: bool = True
@@ -68,8 +68,8 @@ class VLASettings:
     mixed_precision_dtype: torch.dtype = torch.bfloat16
     """``torch.bfloat16``, or ``torch.float32`` to disable mixed precision."""
     sharding_strategy: str = "shard-grad-op"
-    """"shard-grad-op" keeps parameters all-gathered from forward to backward; "full-shard" reshards them after forward
-    and all-gathers them again in backward."""
+    """With "shard-grad-op", parameters stay all-gathered from forward to backward; with "full-shard", they are
+    resharded after forward and all-gathered again in backward."""
     state_dict_type: object = None
     """Ignored; all ranks write checkpoints in parallel, to files that contain full tensors."""
     cognition_token_weight_decay: bool = False
@@ -82,7 +82,7 @@ class VLASettings:
     """Adam's betas."""
     _: KW_ONLY
     as_flattened: bool = False
-    """Decay no weights, as VITRA does; see `vla_parameter_groups`."""
+    """Decay only the cognition token (if requested), as VITRA does; see `vla_parameter_groups`."""
     cast_buffers: bool | Literal["all"] = True
     """Cast buffers to the dtype of gradient reduction, except statistics of data (of BatchNorm, of normalisers, or
     named mean, std, min, max, q01, ...), which bf16 would round. "all" casts statistics, too, as VITRA does. bf16
