@@ -134,10 +134,9 @@ class VLAFSDPStrategy(VLASettings, TrainingStrategy):
                 trainable.
         """
         self.run_dir = Path(run_dir)
-        self.config, shard_size, reshard = self._sharding(
-            self.vla, auto_wrap_policy_modules, checkpointing_policy_modules
-        )
-        self.prepare_model(self.vla, is_training=True, shard_size=shard_size, reshard_after_forward=reshard)
+        self.config = self._with_classes(self.vla, auto_wrap_policy_modules, checkpointing_policy_modules)
+        reshard = RESHARDS[self.sharding_strategy]
+        self.prepare_model(self.vla, is_training=True, shard_size=self._shard_size(), reshard_after_forward=reshard)
         if self.cast_buffers:
             _cast_buffers(self.vla, self.buffer_dtype, with_statistics=self.cast_buffers == "all")
         groups = vla_parameter_groups(
@@ -193,24 +192,22 @@ class VLAFSDPStrategy(VLASettings, TrainingStrategy):
         """
         self._check_open()
         model = self.vla if model is None else model
-        config, size, reshard = self._sharding(model, auto_wrap_policy_modules, checkpointing_policy_modules)
-        shard_size = size if shard_size is None else shard_size
-        reshard_after_forward = reshard if reshard_after_forward is None else reshard_after_forward
-        config = config.replace(shard_size=shard_size, reshard_after_forward=reshard_after_forward)
+        shard_size = self._shard_size() if shard_size is None else shard_size
+        reshard = RESHARDS[self.sharding_strategy] if reshard_after_forward is None else reshard_after_forward
+        config = self._with_classes(model, auto_wrap_policy_modules, checkpointing_policy_modules)
+        config = config.replace(shard_size=shard_size, reshard_after_forward=reshard)
         return explain(model, config, is_training=is_training, world_size=self.world_size, run=run, file=file)
 
-    def _sharding(
-        self, model: nn.Module, blocks: Classes, recompute: Classes
-    ) -> tuple[StrategyConfig, ShardSize, bool]:
-        config = self.config.replace(
+    def _with_classes(self, model: nn.Module, blocks: Classes, recompute: Classes) -> StrategyConfig:
+        return self.config.replace(
             block_class_names=class_names_of(model, blocks),
             activation_checkpointing=class_names_of(model, recompute if self.enable_gradient_checkpointing else None),
         )
-        shard_size = self._node_shard_size() if self.shard_size is None else self.shard_size
-        return config, shard_size, RESHARDS[self.sharding_strategy]
 
-    def _node_shard_size(self) -> int:
-        """Return the number of ranks per node; -1 (all ranks) if it is not a proper divisor of the world size."""
+    def _shard_size(self) -> int:
+        """Return ``shard_size``, by default the ranks per node, or -1 (all ranks) if those do not divide the ranks."""
+        if self.shard_size is not None:
+            return self.shard_size
         local = process_group.local_world_size(self.world_size)
         return local if 0 < local < self.world_size and self.world_size % local == 0 else -1
 
