@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fsdp2_strategy.errors import ConfigError
 from fsdp2_strategy.integrations.lerobot import checkpoints
 from fsdp2_strategy.integrations.lerobot import script as compat
-from fsdp2_strategy.integrations.lerobot.averages import Averages
+from fsdp2_strategy.integrations.lerobot.accelerator import Averages
 from fsdp2_strategy.integrations.lerobot.script import Accelerator
 from fsdp2_strategy.model.placeholders import full_tensor_of
 

@@ -615,16 +615,16 @@ def test_death_within_a_fetch_leaves_nothing_wrong(remote, server, monkeypatch, 
     """Die before or after the size, the mark that the file is begun, the data, and the mark that they are here."""
 
     def child():
-        write, left = byte_cache._write, iter(range(writes))
+        write, left = byte_cache.write_from, iter(range(writes))
 
-        def dying(fd, data, at):
+        def dying(fd, at, data):
             if next(left, None) is None:
-                write(fd, data[: len(data) // 2], at)
+                write(fd, at, data[: len(data) // 2])
                 os.kill(os.getpid(), signal.SIGKILL)
-            write(fd, data, at)
+            write(fd, at, data)
 
         with monkeypatch.context() as patch:
-            patch.setattr(byte_cache, "_write", dying)
+            patch.setattr(byte_cache, "write_from", dying)
             read(remote, 2 * BLOCK, 2 * BLOCK)
 
     process = FORK.Process(target=child, daemon=True)

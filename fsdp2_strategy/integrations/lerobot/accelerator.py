@@ -22,8 +22,8 @@ from fsdp2_strategy.config.strategy_config import StrategyConfig
 from fsdp2_strategy.distributed.collectives import all_reduce
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.errors import ConfigError
-from fsdp2_strategy.integrations.lerobot.averages import Averages
 from fsdp2_strategy.integrations.lerobot.evaluation import Evaluation
+from fsdp2_strategy.optim.ema import EMA
 from fsdp2_strategy.strategy import FSDPV2Strategy
 
 
@@ -163,6 +163,35 @@ class Accelerator:
     def end_training(self) -> None:
         """Wait for the last save, and close the strategy; collective."""
         self.strategy.close()
+
+
+class Averages:
+    """The averages of a policy's trainable parameters, and the schedule of their decay, with ``--ema.enable``.
+
+    The script itself keeps the averages on one rank, and refuses sharded policies. Source of the schedule: ``EMAModel``
+    of diffusers 0.38, which LeRobot 0.6 uses.
+    """
+
+    def __init__(self, policy: nn.Module, options: Any) -> None:
+        self.options, self.ema = options, EMA(policy)
+        self.steps = 0
+        """Optimizer steps that were averaged."""
+
+    def update(self, policy: nn.Module) -> None:
+        """Update the averages after an optimizer step; not collective."""
+        self.steps += 1
+        self.ema.update(policy, self.decay)
+
+    @property
+    def decay(self) -> float:
+        """The decay of the last step: 0 up to ``update_after_step``, then constant or rising to ``max_decay``."""
+        options, step = self.options, self.steps - self.options.update_after_step - 1
+        if step <= 0:
+            return 0.0
+        if options.decay is not None:
+            return float(options.decay)
+        decay = 1 - (1 + step / options.inv_gamma) ** -options.power
+        return float(max(min(decay, options.max_decay), options.min_decay))
 
 
 class ResumedLoader:

@@ -32,6 +32,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
+from fsdp2_strategy.storage.safetensors_format import write_from
+
 BLOCK_BYTES = 64 << 10
 
 _COUNT_OFFSET, _SIZE_OFFSET, _FLAGS_OFFSET, _PAGE_BYTES = 4, 8, 16, 4096
@@ -41,11 +43,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class CacheFile:
-    """An open cached file.
-
-    Attributes:
-        size: size of the remote file in bytes.
-    """
+    """An open cached file; ``size`` is that of the remote file in bytes."""
 
     def __init__(self, fd: int, size: int) -> None:
         self._fd, self.size = fd, size
@@ -53,19 +51,14 @@ class CacheFile:
 
     @classmethod
     def open(cls, path: Path, request_size: Callable[[], int]) -> CacheFile:
-        """Open a cached file; create it if it does not exist.
-
-        Args:
-            path: the path of the cached file.
-            request_size: returns the size of the remote file. One process or thread calls it; the others wait.
-        """
+        """Open or create a cached file; one process or thread calls ``request_size``, and the others wait."""
         while True:
             fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             try:
                 with _locked(fd, 0, 1):
                     if not _is_valid(fd) and os.fstat(fd).st_nlink:
-                        _write(fd, request_size().to_bytes(8, "little"), _SIZE_OFFSET)
-                        _write(fd, bytes([1]), 0)
+                        write_from(fd, _SIZE_OFFSET, memoryview(request_size().to_bytes(8, "little")))
+                        write_from(fd, 0, memoryview(b"\1"))
                     # If `drop` unlinks the file after this check, it also truncates it, and `is_dropped` returns True.
                     if os.fstat(fd).st_nlink:
                         size = int.from_bytes(os.pread(fd, 8, _SIZE_OFFSET), "little")
@@ -78,7 +71,7 @@ class CacheFile:
             os.close(fd)
 
     def is_dropped(self) -> bool:
-        """Return whether the file was dropped; in that case, call `open` again to continue."""
+        """Return whether the file was dropped; it must then be opened again."""
         return not _is_valid(self._fd)
 
     def missing(self, first: int, end: int) -> list[tuple[int, int]]:
@@ -93,12 +86,9 @@ class CacheFile:
             yield
 
     def write(self, start: int, data: bytes) -> None:
-        """Write blocks from offset ``start`` on, unless the file was dropped.
-
-        All blocks are full, except that the last block of the file may be shorter.
-        """
-        _write(self._fd, data, self._data_offset + start)
-        _write(self._fd, bytes([1]) * blocks(len(data)), _FLAGS_OFFSET + start // BLOCK_BYTES)
+        """Write full blocks, or those up to the end of the file, from offset ``start`` on, unless it was dropped."""
+        write_from(self._fd, self._data_offset + start, memoryview(data))
+        write_from(self._fd, _FLAGS_OFFSET + start // BLOCK_BYTES, memoryview(b"\1" * blocks(len(data))))
         if self.is_dropped():  # `drop` truncated the file before this write
             os.ftruncate(self._fd, 0)
 
@@ -117,9 +107,9 @@ class CacheFile:
         with self.locked(first, end), _locked(self._fd, _COUNT_OFFSET, 4):
             if self.is_dropped():
                 return
-            _write(self._fd, bytes(end - first), _FLAGS_OFFSET + first)
+            write_from(self._fd, _FLAGS_OFFSET + first, memoryview(bytes(end - first)))
             count = struct.unpack("<I", os.pread(self._fd, 4, _COUNT_OFFSET))[0]
-            _write(self._fd, struct.pack("<I", (count + 1) % (1 << 32)), _COUNT_OFFSET)
+            write_from(self._fd, _COUNT_OFFSET, memoryview(struct.pack("<I", (count + 1) % (1 << 32))))
             offset, length = self._data_offset + first * BLOCK_BYTES, (end - first) * BLOCK_BYTES
             _libc.fallocate(self._fd, _PUNCH_HOLE, ctypes.c_int64(offset), ctypes.c_int64(length))
 
@@ -154,13 +144,6 @@ def drop(path: Path) -> None:
 
 def _is_valid(fd: int) -> bool:
     return os.pread(fd, 1, 0) == b"\1"
-
-
-def _write(fd: int, data: bytes, offset: int) -> None:
-    rest = memoryview(data)
-    while rest:
-        written = os.pwrite(fd, rest, offset)
-        rest, offset = rest[written:], offset + written
 
 
 @contextmanager

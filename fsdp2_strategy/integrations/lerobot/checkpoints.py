@@ -16,8 +16,7 @@ from fsdp2_strategy.checkpoint.file_schemas import read_small_file
 from fsdp2_strategy.checkpoint.paths import EMA, TRAINING_STATE, TRAINING_STEP
 from fsdp2_strategy.checkpoint.random_state import rng_content
 from fsdp2_strategy.distributed.log import log
-from fsdp2_strategy.integrations.lerobot.accelerator import Accelerator, SteppingOptimizer
-from fsdp2_strategy.integrations.lerobot.averages import Averages
+from fsdp2_strategy.integrations.lerobot.accelerator import Accelerator, Averages, SteppingOptimizer
 from fsdp2_strategy.integrations.lerobot.layout import LeRobotLayout
 from fsdp2_strategy.storage.checksum_manifests import damage
 from fsdp2_strategy.storage.schema import InvalidError, integer, parse_json, record
@@ -89,18 +88,18 @@ def resume_after_prepare(
 ) -> None:
     """Load a checkpoint's weights, optimizer, schedule, averages and random state; collective."""
     path, averages = Path(cfg.checkpoint_path).resolve(), accelerator.averages
-    has_averages = averages is not None and (path / TRAINING_STATE / EMA).is_dir()
+    saved = averages if (path / TRAINING_STATE / EMA).is_dir() else None
     _, client_state = accelerator.strategy.load_ckpt(
         policy,
         path.parent,
         accelerator.optimizer,
         scheduler,
         tag=path.name,
-        ema=averages.ema if averages is not None and has_averages else None,
+        ema=saved.ema if saved else None,
     )
-    if averages is not None and has_averages:
+    if saved is not None:
         steps = resume_before_prepare(cfg) // accelerator.strategy.accumulated_gradient
-        averages.steps = client_state.get(_AVERAGED_STEPS, steps)  # another trainer does not record them
+        saved.steps = client_state.get(_AVERAGED_STEPS, steps)  # another trainer does not record them
     elif averages is not None:
         accelerator.averages = Averages(policy, averages.options)
         log("%s has no averages (ema); they start from its weights", path, level=logging.WARNING)

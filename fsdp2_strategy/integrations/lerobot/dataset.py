@@ -47,20 +47,20 @@ _PREFIX = "fsdp2-lerobot-"
 class LeRobotDataset(Dataset[Sample]):
     """A map-style data set of LeRobot's v3 format; not collective.
 
-    A sample is a dict with the values of one frame. It contains each feature under its name; camera images have the
-    shape (C, H, W). ``"task"`` is the text of the task. Features in ``delta_timestamps`` have an
-    additional first dimension: the frames of the window. ``"<feature>_is_pad"`` (bool) is True for padding.
+    A sample is a dict with each feature of one frame under its name; camera images have the shape (C, H, W). ``"task"``
+    is the text of the task. Features in ``delta_timestamps`` have an additional first dimension: the frames of the
+    window. ``"<feature>_is_pad"`` (bool) is True for padding.
 
     Args:
         root: a folder, or a URL that fsspec supports (``https://…``, ``s3://…``, ``hf://datasets/owner/name``).
         episodes: indices of the episodes to use; by default all.
-        reader: what the samples equal. ``"lerobot"``: those of LeRobot's own reader: floating-point values in float32,
-            integers in int64; episodes in ascending order, without those that do not exist, which are logged.
-            ``"strict"``: values in the dtype of their feature; episodes in the given order, each of which must exist.
+        reader: ``"lerobot"`` returns the samples of LeRobot's own reader: floating-point values in float32, integers in
+            int64; episodes in ascending order, without those that do not exist, which are logged. ``"strict"`` returns
+            values in the dtype of their feature; episodes in the given order, each of which must exist.
         delta_timestamps: seconds relative to the sample's frame, by feature: ``{"action": [0.0, 0.1, 0.2]}``. Steps
             outside the episode repeat its first or last frame and count as padding.
-        tolerance_s: maximum difference in seconds between a step of ``delta_timestamps`` and the nearest frame, and
-            between the time of a frame and the nearest time stamp in its video.
+        tolerance_s: maximum seconds from a step of ``delta_timestamps`` to the nearest frame, and from the time of a
+            frame to the nearest time stamp in its video.
         pool: maximum number of episodes whose rows a process keeps mapped; pass the same value to the loader.
         decoder_cache: maximum number of videos that a process keeps open; by default ``pool``, but at most 128.
         on_corrupt: ``"raise"`` raises for a sample whose files are corrupt; ``"skip"`` returns zeros with the sample's
@@ -69,8 +69,8 @@ class LeRobotDataset(Dataset[Sample]):
         video_dtype: dtype of all camera images: float32 (0 to 1) or uint8 (0 to 255).
         image_transforms: function from the images of one feature, of shape (C, H, W) or (T, C, H, W), to the images in
             the sample.
-        cache_dir: folder for fetched bytes and extracted rows; by default the system's folder for temporary files. The
-            fetched bytes and extracted rows are deleted by `close`, or when this object is garbage-collected.
+        cache_dir: folder for fetched bytes and extracted rows, which `close` or garbage collection deletes; by default
+            the system's folder for temporary files.
         disk_bytes: disk space of the cache above which no further episodes are fetched ahead. By default there is no
             limit, and the cache contains up to about 2 x ``pool`` episodes.
         tries: maximum number of attempts per request to a remote root; the pauses between attempts grow.

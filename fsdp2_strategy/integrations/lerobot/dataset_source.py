@@ -27,37 +27,23 @@ _REQUEST_BLOCKS = (8 << 20) // BLOCK_BYTES
 def open_source(
     root: str | os.PathLike[str], cache_dir: str | os.PathLike[str], **options: Any
 ) -> LocalFiles | RemoteFiles:
-    """Return `RemoteFiles` if the root is a URL, else `LocalFiles`.
-
-    Args:
-        root: a folder, or a URL that fsspec supports.
-        cache_dir: see `RemoteFiles`; ignored for a local folder.
-        **options: see `RemoteFiles`; ignored for a local folder.
-    """
+    """Return `RemoteFiles` if the root is a URL, else `LocalFiles`, which ignores the cache and the options."""
     return RemoteFiles(str(root), cache_dir, **options) if "://" in str(root) else LocalFiles(root)
 
 
 class LocalFiles:
-    """The files of a folder.
-
-    Args:
-        root: the folder.
-    """
+    """The files of a folder; reads raise a `DataError` if a file is missing or cannot be opened."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root)
 
     def open(self, path: str) -> io.RawIOBase:
-        """Open a file for reading.
-
-        Raises:
-            DataError: the file is missing, or cannot be opened.
-        """
+        """Open a file for reading."""
         with self._data_errors(path):
             return self.local(path).open("rb", buffering=0)
 
     def read(self, path: str) -> bytes:
-        """Return the content of a file; raises a DataError as `open` does."""
+        """Return the content of a file."""
         with self._data_errors(path):
             return self.local(path).read_bytes()
 
@@ -66,7 +52,7 @@ class LocalFiles:
         return self.local(path).is_file()
 
     def size(self, path: str) -> int:
-        """Return the size of a file in bytes; raises a DataError as `open` does."""
+        """Return the size of a file in bytes."""
         with self._data_errors(path):
             return self.local(path).stat().st_size
 
@@ -95,85 +81,42 @@ class LocalFiles:
             ) from error
 
 
-class RemoteFiles:
+class RemoteFiles(RemoteRoot):
     """The files below a remote root; bytes that are read are cached on disk. See [Note: cached files] in `byte_cache`.
 
     The threads of a process, its forked children, and the processes that unpickle the object share one cache. The
-    remote files must not change while the object is in use.
-
-    Args:
-        url: see `RemoteRoot`.
-        cache_dir: folder on a local disk for the fetched bytes; nothing else may use it. The caller deletes the folder.
-        **options: see `RemoteRoot`.
-
-    Raises:
-        DataError: no installed package supports the scheme, or the cache cannot be created.
+    remote files must not change while the object is in use. ``cache_dir`` is on a local disk; nothing else may use it,
+    and the caller deletes it. `RemoteRoot` has the options.
     """
 
     def __init__(self, url: str, cache_dir: str | os.PathLike[str], **options: Any) -> None:
-        self._remote = RemoteRoot(url, **options)
+        super().__init__(url, **options)
         self._supports_ranges = True
         self._folder = Path(cache_dir).absolute()
         with cache_errors(url, self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
 
     def open(self, path: str) -> io.RawIOBase:
-        """Open a file for reading; each read fetches the bytes that are not cached.
-
-        Raises:
-            DataError: the file is missing, or cannot be fetched or cached. Reads raise the same error.
-        """
+        """Open a file for reading; each read fetches the bytes that are not cached, or raises a `DataError`."""
         return _RemoteFile(self, path, self._open_cached(path))
 
-    def read(self, path: str) -> bytes:
-        """Return the content of a file without caching it; raises a DataError as `open` does."""
-        return self._remote.read(path)
-
-    def exists(self, path: str) -> bool:
-        """Return whether the file exists."""
-        return self._remote.exists(path)
-
     def size(self, path: str) -> int:
-        """Return the size of a file in bytes; raises a DataError as `open` does."""
+        """Return the size of a file in bytes, which is cached."""
         with self._open_cached(path) as cached:
             return cached.size
-
-    def location(self, path: str) -> str:
-        """Return the URL of a file, for error messages."""
-        return self._remote.location(path)
 
     def local(self, path: str) -> None:
         """Return None: a remote file has no local path."""
 
     def fetch(self, path: str, begin: int, end: int) -> None:
-        """Fetch the blocks of a byte range that are not cached; thread-safe.
-
-        If the file is dropped during the call, the remaining blocks are not fetched.
-
-        Args:
-            path: the file.
-            begin: first byte of the range.
-            end: end of the range (exclusive); may be beyond the end of the file.
-
-        Raises:
-            DataError: the file is missing, or cannot be fetched or cached.
-        """
+        """Fetch the uncached blocks of a byte range, until the file is dropped; thread-safe. ``end`` is exclusive."""
         with self._open_cached(path) as cached, cache_errors(self.location(path), self._folder):
             wanted = _blocks_of((begin, end), cached.size)
             for first in wanted[::_REQUEST_BLOCKS]:
                 self._fetch_blocks(path, cached, first, min(first + _REQUEST_BLOCKS, wanted.stop))
 
     def free(self, path: str, begin: int, end: int, keep: Iterable[tuple[int, int]] = ()) -> None:
-        """Remove a byte range from the cache, and free its disk space if the file system supports it.
-
-        Does nothing if the server does not support ranges.
-
-        Args:
-            path: the file.
-            begin: first byte of the range.
-            end: end of the range (exclusive); may be beyond the end of the file.
-            keep: byte ranges whose blocks stay in the cache.
-        """
+        """Remove the blocks of a byte range from the cache, except those of ``keep``, and free their disk space."""
         if not self._supports_ranges:
             return
         with self._open_cached(path) as cached, cache_errors(self.location(path), self._folder):
@@ -191,17 +134,17 @@ class RemoteFiles:
 
     def _open_cached(self, path: str) -> CacheFile:
         with cache_errors(self.location(path), self._folder):
-            return CacheFile.open(self._cached_path(path), lambda: self._remote.size(path))
+            return CacheFile.open(self._cached_path(path), lambda: super(RemoteFiles, self).size(path))
 
     def _fetch_blocks(self, path: str, cached: CacheFile, first: int, end: int) -> None:
-        """Fetch the blocks that are not cached; wait for blocks that other threads or processes are fetching."""
+        """Fetch missing blocks; wait for those that other threads or processes are fetching."""
         if not self._supports_ranges:
             first, end = 0, blocks(cached.size)
         for run in cached.missing(first, end):
             with cached.locked(*run):
                 while (missing := cached.missing(*run)) and not cached.is_dropped():
                     begin, stop = missing[0][0] * BLOCK_BYTES, min(missing[0][1] * BLOCK_BYTES, cached.size)
-                    data = self._remote.range(path, begin, stop, cached.size)
+                    data = self.range(path, begin, stop, cached.size)
                     if len(data) != stop - begin:
                         self._supports_ranges, begin = False, 0
                     cached.write(begin, data)

@@ -41,10 +41,7 @@ _EVALUATE, _END = "evaluate", None
 class Evaluation:
     """Evaluations of a policy on rank 0, in which the other ranks take part while they wait.
 
-    Args:
-        device: device of the policy's inputs.
-        weights: returns the context in which the policy is evaluated, for example with averaged weights.
-        autocast: returns the context of each call.
+    ``weights`` returns the context of an evaluation, for example with averaged weights; ``autocast`` that of each call.
     """
 
     def __init__(

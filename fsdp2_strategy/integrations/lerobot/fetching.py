@@ -34,13 +34,7 @@ class _Packets:
 
 
 class EpisodeFetcher:
-    """Fetch and release episodes; thread-safe.
-
-    Args:
-        source: the source of the files.
-        metadata: metadata of the data set.
-        rows: object that extracts the rows.
-    """
+    """Fetch and release episodes; thread-safe."""
 
     def __init__(self, source: Source, metadata: Metadata, rows: EpisodeRows) -> None:
         self._source, self._metadata, self._rows = source, metadata, rows
@@ -57,12 +51,7 @@ class EpisodeFetcher:
         self._wanted = wanted
 
     def fetch(self, episode: int) -> None:
-        """Fetch the rows of an episode and, if the root is remote, its videos.
-
-        Raises:
-            DataError: a file cannot be read, fetched or cached.
-            CorruptDataError: a file cannot be parsed.
-        """
+        """Fetch the rows of an episode and, if the root is remote, its videos."""
         path = self._metadata.data_path(episode)
         with self._lock:
             self._ranges.setdefault(path, {})[episode] = _EMPTY

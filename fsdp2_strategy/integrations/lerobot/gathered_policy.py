@@ -31,9 +31,6 @@ def gathered_policy(root: nn.Module) -> nn.Module | None:
 
     Tensors are gathered one at a time. Rank 0 needs host memory for the full copy, and device memory for one full
     tensor. Other ranks need device memory for one shard.
-
-    Raises:
-        CheckpointError: on every rank: the policy has adapters, it has no `save_pretrained`, or memory runs out.
     """
     with all_or_none("gather a policy", CheckpointError):
         problem = "it has no save_pretrained, expected save_pretrained(folder, state_dict=...)"

@@ -133,10 +133,7 @@ class LeRobotLayout(Layout):
         adapters, whose folder contains only the adapters, and for one that writes itself.
 
         Args:
-            root: the policy.
-            paths: the checkpoint's paths.
-            left_out: see `Layout.components`.
-            ema: averages of parameters by name, or None.
+            root, paths, left_out, ema: see `Layout.components`.
 
         Raises:
             CheckpointError: on every rank: the policy trains other parameters in addition to its adapters; or its own
@@ -187,11 +184,7 @@ def _averaged(
 
 
 def check_sidecars(train_config: Any, preprocessor: Any, postprocessor: Any) -> None:
-    """Check that the objects for a policy's sidecar files can be saved.
-
-    Raises:
-        ConfigError: an object has no ``save_pretrained``. Instead, ``train_config`` may be a mapping or a dataclass.
-    """
+    """Raise unless each object is None or has ``save_pretrained``, or ``train_config`` is a mapping or a dataclass."""
     for name, value in (("preprocessor", preprocessor), ("postprocessor", postprocessor)):
         if value is not None and not hasattr(value, "save_pretrained"):
             raise ConfigError(
@@ -220,18 +213,7 @@ class PolicySidecars:
 
     @classmethod
     def of(cls, policy: nn.Module, train_config: Any, preprocessor: Any, postprocessor: Any) -> Self:
-        """Collect the objects, and copy the policy's configuration.
-
-        Args:
-            policy: the policy without adapters.
-            train_config: see `LeRobotLayout`.
-            preprocessor: prepares the policy's inputs; see `LeRobotLayout`.
-            postprocessor: converts the policy's outputs to actions; see `LeRobotLayout`.
-
-        Raises:
-            ConfigError: an object cannot be saved.
-            CheckpointError: ``train_config`` contains a value that JSON cannot represent.
-        """
+        """Check the objects, and copy the configuration of the policy, which has no adapters."""
         check_sidecars(train_config, preprocessor, postprocessor)
         config = None if is_transformers_model(policy) else getattr(policy, "config", None)
         if not hasattr(train_config, "save_pretrained"):

@@ -181,12 +181,9 @@ def _tasks(source: Source) -> tuple[str, ...]:
 
 
 def _episodes(source: Source, wanted: list[str], count: int, chunk_files: int) -> dict[str, Column]:
-    """Return columns of all files in `meta/episodes`, in the order of episodes.
-
-    The files are found by their consecutive numbers, because some remote roots cannot be listed.
-    """
+    """Return columns of all files in `meta/episodes`, in the order of episodes."""
     tables: list[pa.Table] = []
-    rows = 0
+    rows = 0  # Files are found by their consecutive numbers, because some remote roots cannot be listed.
     while rows < count:
         chunk, file = divmod(len(tables), chunk_files)
         path = EPISODES_PATH.format(chunk_index=chunk, file_index=file)
@@ -219,9 +216,6 @@ def read_parquet(source: Source, path: str, columns: list[str] | None = None) ->
 
     pyarrow's threads are disabled: if a thread still uses a Python file when the interpreter exits, the process aborts
     (https://github.com/apache/arrow/issues/34314).
-
-    Raises:
-        CorruptDataError: the file is not a parquet file, or lacks a column.
     """
     with source.open(path) as file, parsing(source, path):
         table = pq.ParquetFile(file, pre_buffer=False).read(columns, use_threads=False)
@@ -233,12 +227,7 @@ def read_parquet(source: Source, path: str, columns: list[str] | None = None) ->
 
 @contextmanager
 def parsing(source: Source, path: str) -> Iterator[None]:
-    """Convert errors of pyarrow and the operating system inside the block to errors that name the file.
-
-    Raises:
-        CorruptDataError: the file cannot be parsed.
-        DataError: the operating system cannot read the file.
-    """
+    """Convert errors of pyarrow and the operating system inside the block to errors that name the file."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:

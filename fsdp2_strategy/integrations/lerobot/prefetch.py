@@ -22,13 +22,8 @@ _PAUSE_SECONDS = 5.0
 class EpisodePrefetcher:
     """Threads that fetch episodes; `hold` sets the episodes to fetch, and releases the others.
 
-    Args:
-        set_wanted: function that is called with all current and next episodes before they are fetched.
-        fetch: function that fetches an episode; threads call it. Its errors are not raised here, because the worker
-            that reads the episode raises them.
-        release: function that releases an episode.
-        used_bytes: function that returns the disk space in use.
-        max_bytes: disk space above which the next episodes are not fetched; None for no limit.
+    ``set_wanted`` gets all current and next episodes before they are fetched. Errors of ``fetch`` are not raised,
+    because the worker that reads the episode raises them. Above ``max_bytes``, the next episodes are not fetched.
     """
 
     def __init__(
@@ -52,15 +47,7 @@ class EpisodePrefetcher:
         self._error: DataError | None = None
 
     def hold(self, now: list[int], soon: list[int]) -> None:
-        """Release all other episodes, and start to fetch these; does not wait for the threads.
-
-        Args:
-            now: the current episodes, which are fetched first.
-            soon: the next episodes.
-
-        Raises:
-            DataError: the current episodes of an earlier call needed more disk space than allowed.
-        """
+        """Release all other episodes, and start to fetch these, the current ones first; see `LeRobotDataset.hold`."""
         if self._error is not None:
             raise self._error
         if self._is_open and (now, soon) == (self._now, self._soon):
@@ -78,11 +65,7 @@ class EpisodePrefetcher:
             self._threads[-1].start()
 
     def pause(self) -> None:
-        """End the threads after their current fetches; the next `hold` starts new ones.
-
-        The call waits for the threads for a few seconds only, so that errors of the trainer are not delayed. A thread
-        that waits longer for a server ends later.
-        """
+        """End the threads; wait only for a few seconds for their fetches, so as not to delay errors of the trainer."""
         with self._changed:
             self._is_open = False
             self._changed.notify_all()
@@ -92,7 +75,11 @@ class EpisodePrefetcher:
 
     def end_with(self, owner: object) -> None:
         """End the threads when ``owner`` is garbage-collected or the interpreter exits."""
-        weakref.finalize(owner, _end, self, os.getpid())
+        weakref.finalize(owner, self._end, os.getpid())
+
+    def _end(self, process: int) -> None:
+        if process == os.getpid():  # not in a forked child, which has none of the threads
+            self.pause()
 
     def _run(self) -> None:
         while (episode := self._next()) is not None:
@@ -140,8 +127,3 @@ class EpisodePrefetcher:
                 )
             return None
         return next((episode for episode in self._soon if episode not in self._started), None)
-
-
-def _end(prefetcher: EpisodePrefetcher, process: int) -> None:
-    if process == os.getpid():
-        prefetcher.pause()

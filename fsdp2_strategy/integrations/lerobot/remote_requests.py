@@ -23,22 +23,11 @@ _T = TypeVar("_T")
 
 
 class RemoteRoot:
-    """A remote root.
+    """A remote root. A request raises a `DataError` at once if the file is missing, else after the last of its tries.
 
-    A request raises a DataError at once if the file is missing. Other failures are retried, and raise a DataError after
-    the last attempt.
-
-    Args:
-        url: the root, with a scheme that fsspec supports: http://, https://, s3://, hf://, file://, ...
-        tries: maximum number of attempts per request.
-        timeout_seconds: time limit of one attempt, which fetches up to 8 MiB or a whole file. File systems of fsspec
-            that are not asynchronous (such as hf://) use their own time limits.
-        backoff_seconds: pause before the second attempt. The pause doubles with each attempt, up to 30 seconds. Each
-            pause is multiplied by a random factor between 0.5 and 1.5.
-        storage_options: options of fsspec's file system: headers, credentials, ...
-
-    Raises:
-        DataError: no installed package supports the scheme.
+    ``timeout_seconds`` limits one try, which fetches up to 8 MiB or a whole file; file systems of fsspec that are not
+    asynchronous (such as hf://) have their own limits. ``backoff_seconds`` is the pause before the second try; it
+    doubles with each try.
     """
 
     def __init__(
@@ -73,7 +62,7 @@ class RemoteRoot:
         return f"{self.url}/{path}"
 
     def exists(self, path: str) -> bool:
-        """Return whether the file exists; raises a DataError if all attempts fail."""
+        """Return whether the file exists; raise a `DataError` if all tries fail."""
         try:
             self._ask(path, "its size", lambda: self._call("info", path))
         except DataError as error:

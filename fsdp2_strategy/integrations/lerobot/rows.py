@@ -32,14 +32,7 @@ Rows = Mapping[str, Any]
 
 
 class EpisodeRows:
-    """The rows of episodes, by episode index.
-
-    Args:
-        source: the source of the data files.
-        metadata: metadata of the data set.
-        folder: an existing folder for the extracted files.
-        max_mapped: maximum number of episodes that this process keeps mapped.
-    """
+    """The rows of episodes, by episode index; a process keeps up to ``max_mapped`` episodes mapped."""
 
     def __init__(self, source: Source, metadata: Metadata, folder: Path, max_mapped: int) -> None:
         self._source, self._metadata, self._folder, self._max_mapped = source, metadata, folder, max_mapped
@@ -47,12 +40,6 @@ class EpisodeRows:
         self._mapped: OrderedDict[int, Rows] = OrderedDict()
 
     def __getitem__(self, episode: int) -> Rows:
-        """Return the rows of an episode by feature name; extract them if no process has done so.
-
-        Raises:
-            CorruptDataError: the data file cannot be parsed, or does not contain the expected episodes or values.
-            DataError: the data file cannot be read or fetched, or the disk is full.
-        """
         if episode in self._mapped:
             self._mapped.move_to_end(episode)
             return self._mapped[episode]
@@ -72,12 +59,7 @@ class EpisodeRows:
         return rows
 
     def extract(self, episodes: Iterable[int]) -> None:
-        """Write a file for each of the episodes that has none; see [Note: shared rows].
-
-        Raises:
-            CorruptDataError: a data file cannot be parsed, or does not contain the expected episodes.
-            DataError: a data file cannot be read or fetched, or the disk is full.
-        """
+        """Write a file for each of the episodes that has none; see [Note: shared rows]."""
         by_file: dict[str, list[int]] = {}
         for episode in episodes:
             if not self._path(episode).exists():
@@ -164,16 +146,10 @@ class EpisodeRows:
 
 
 def _array(column: pa.ChunkedArray, feature: Mapping[str, Any]) -> Any:
-    """Convert numbers to an array of shape (T,) or (T, *shape), and strings to a list; return images unchanged.
-
-    Raises:
-        ValueError: the column has another shape or dtype, or values are missing.
-    """
+    """Convert numbers to an array of shape (T,) or (T, *shape), and strings to a list; return images unchanged."""
     if feature["dtype"] == "image":
         return column
     values = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()  # the latter copies even one chunk
-    if isinstance(values, pa.ChunkedArray):
-        values = pa.concat_arrays(values.chunks)
     if isinstance(values, pa.ExtensionArray):
         values = values.storage
     is_list = False

@@ -39,8 +39,8 @@ def run(script: ModuleType) -> None:
     Raises:
         ConfigError: the script lacks one of the names that are replaced.
     """
-    replacements = _Replacements(script)
-    missing = [name for name in replacements.functions if not hasattr(script, name)]
+    replacements = _replacements(script)
+    missing = [name for name in replacements if not hasattr(script, name)]
     config = getattr(script, "TrainPipelineConfig", None)
     if not hasattr(config, "_validate_distributed"):
         missing.append("TrainPipelineConfig._validate_distributed")
@@ -50,43 +50,41 @@ def run(script: ModuleType) -> None:
             "0.6.2 or newer. Install LeRobot from its repository if no package is as new."
         )
     with contextlib.ExitStack() as stack:
-        for name, function in replacements.functions.items():
+        for name, function in replacements.items():
             stack.enter_context(patch.object(script, name, function))
         validate = _validate_distributed(config._validate_distributed)  # type: ignore[union-attr]
         stack.enter_context(patch.object(config, "_validate_distributed", validate))
         script.main()
 
 
-class _Replacements:
-    """The functions that replace those of a script, by name."""
+def _replacements(script: ModuleType) -> dict[str, Callable[..., Any]]:
+    """Return the functions that replace those of a script, by name."""
+    evaluate: Any = getattr(script, "eval_policy_all", None)
+    accelerator: Accelerator | None = None
 
-    def __init__(self, script: ModuleType) -> None:
-        self._evaluate = getattr(script, "eval_policy_all", None)
-        self._accelerator: Accelerator | None = None
-        self.functions: dict[str, Callable[..., Any]] = {
-            "make_accelerator": self._make_accelerator,
-            "set_fsdp_wrap_modules": _nothing,
-            "finalize_sharded_policy": _nothing,
-            "save_checkpoint": save_checkpoint,
-            "update_last_checkpoint": _nothing,
-            "resume_before_prepare": resume_before_prepare,
-            "resume_after_prepare": resume_after_prepare,
-            "eval_policy_all": self._evaluate_with_all_ranks,
-        }
-
-    def _make_accelerator(self, cfg: Any) -> Accelerator:
-        """Resolve the configured parallelism for the launched ranks, and return the accelerator; collective."""
+    def make_accelerator(cfg: Any) -> Accelerator:
         from lerobot.configs.parallelism import world_size_from_env  # noqa: PLC0415  not a dependency
 
+        nonlocal accelerator
         cfg.parallelism.resolve(world_size_from_env())
-        self._accelerator = Accelerator(cfg)
-        return self._accelerator
+        accelerator = Accelerator(cfg)
+        return accelerator
 
-    def _evaluate_with_all_ranks(self, *, policy: Any, **arguments: Any) -> Any:
-        """Evaluate a policy on rank 0, while the other ranks wait and take part."""
-        assert self._accelerator is not None and self._accelerator.evaluation is not None
-        with self._accelerator.evaluation.leading(policy):
-            return self._evaluate(policy=policy, **arguments)  # type: ignore[misc]
+    def evaluate_with_all_ranks(*, policy: Any, **arguments: Any) -> Any:  # rank 0 calls it, and the others wait
+        assert accelerator is not None and accelerator.evaluation is not None
+        with accelerator.evaluation.leading(policy):
+            return evaluate(policy=policy, **arguments)
+
+    return {
+        "make_accelerator": make_accelerator,
+        "set_fsdp_wrap_modules": _nothing,
+        "finalize_sharded_policy": _nothing,
+        "save_checkpoint": save_checkpoint,
+        "update_last_checkpoint": _nothing,
+        "resume_before_prepare": resume_before_prepare,
+        "resume_after_prepare": resume_after_prepare,
+        "eval_policy_all": evaluate_with_all_ranks,
+    }
 
 
 def _nothing(*_arguments: Any) -> None:

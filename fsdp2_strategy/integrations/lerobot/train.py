@@ -10,16 +10,7 @@ from __future__ import annotations
 
 import importlib
 
-
-def main() -> None:
-    """Run ``lerobot.scripts.lerobot_train`` with ``sys.argv``; collective.
-
-    Raises:
-        ImportError: LeRobot or its training dependencies are not installed.
-    """
-    ours = importlib.import_module("fsdp2_strategy.integrations.lerobot.script")
-    ours.run(importlib.import_module("lerobot.scripts.lerobot_train"))
-
+from fsdp2_strategy.integrations.lerobot.script import run
 
 if __name__ == "__main__":
-    main()
+    run(importlib.import_module("lerobot.scripts.lerobot_train"))

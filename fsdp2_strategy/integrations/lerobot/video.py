@@ -51,13 +51,7 @@ _STRICT = {"err_detect": "crccheck+bitstream+buffer+explode"}
 
 
 class Decoders:
-    """A least-recently-used cache of open video decoders.
-
-    Args:
-        source: the source of the files.
-        max_open: maximum number of open files.
-        counts: counters of decoded and converted frames.
-    """
+    """A least-recently-used cache of open video decoders."""
 
     def __init__(self, source: Source, max_open: int, counts: Counts) -> None:
         self._source, self._max_open, self._counts = source, max_open, counts
@@ -65,16 +59,11 @@ class Decoders:
         self._process = os.getpid()
 
     def frames(self, path: str, seconds: Sequence[float], tolerance_s: float) -> torch.Tensor:
-        """Return the frames at the given times, uint8 of shape (T, C, H, W).
-
-        Raises:
-            CorruptDataError: the file cannot be decoded, or has no frame within the tolerance of a time.
-            DataError: the file cannot be read or fetched.
-        """
+        """Return the frames at the given times, uint8 of shape (T, C, H, W)."""
         try:
             decoder = self._opened(path)
             before = decoder.decoded
-            pictures = decoder.frames_at(sorted(set(seconds)), tolerance_s)
+            pictures = {second: decoder.picture(second, tolerance_s) for second in sorted(set(seconds))}
         except av.FFmpegError as error:
             self.close(path)
             raise corrupt(self._source, path, error, "a video that can be decoded") from error
@@ -105,8 +94,6 @@ class Decoders:
 
 
 class _Decoder:
-    """The decoder of an open file."""
-
     def __init__(self, source: Source, path: str) -> None:
         self._source, self._path = source, path
         self.decoded = 0
@@ -128,17 +115,14 @@ class _Decoder:
         self._frames: Iterator[av.VideoFrame] = iter(())
         self._last: av.VideoFrame | None = None
 
-    def frames_at(self, seconds: Sequence[float], tolerance_s: float) -> dict[float, torch.Tensor]:
-        """Return the frames at the given times, which must be in ascending order."""
-        return {second: _channels_first(self._frame(second, tolerance_s), self._reformatter) for second in seconds}
-
     def close(self) -> None:
         self._frames = iter(())
         self._container.close()
         if self._file is not None:
             self._file.close()
 
-    def _frame(self, second: float, tolerance_s: float) -> av.VideoFrame:
+    def picture(self, second: float, tolerance_s: float) -> torch.Tensor:
+        """Return the frame at a time; faster if the times are in ascending order."""
         target = round(second / self._time_base)
         frame = self._nearest(target)
         if frame is None or abs(_pts(frame) - target) > max(tolerance_s / self._time_base, 0.5):
@@ -146,7 +130,7 @@ class _Decoder:
             raise corrupt(self._source, self._path, found, f"a frame within {tolerance_s:g} of {second:f} seconds")
         if frame.is_corrupt:
             raise corrupt(self._source, self._path, f"the frame at {second:f} seconds is corrupt", "a valid frame")
-        return frame
+        return _channels_first(frame, self._reformatter)
 
     def _nearest(self, target: int) -> av.VideoFrame | None:
         """Return the frame that is nearest to a time stamp; continue decoding, or seek if necessary."""
@@ -215,11 +199,7 @@ class UndecodableError(Exception):
 
 
 def picture(content: object) -> torch.Tensor:
-    """Decode an image (PNG, JPEG) to uint8 of shape (C, H, W).
-
-    Raises:
-        UndecodableError: the content is not the bytes of an image.
-    """
+    """Decode the bytes of an image (PNG, JPEG) to uint8 of shape (C, H, W), or raise an `UndecodableError`."""
     if not isinstance(content, bytes):
         raise UndecodableError(f"it contains a {type(content).__name__} in place of an image's bytes")
     try:

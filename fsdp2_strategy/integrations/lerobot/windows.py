@@ -19,17 +19,7 @@ Offsets = npt.NDArray[np.int64]
 def offsets_of(
     delta_timestamps: Mapping[str, Sequence[float]], features: Iterable[str], fps: float, tolerance_s: float
 ) -> dict[str, Offsets]:
-    """Convert the steps of each window from seconds to numbers of frames.
-
-    Args:
-        delta_timestamps: the steps of each feature's window, in seconds relative to the sample's frame.
-        features: names of the features of the data set.
-        fps: frames per second.
-        tolerance_s: maximum difference in seconds between a step and the nearest frame.
-
-    Raises:
-        DataError: a feature does not exist, a window has no steps, or a step is not a whole number of frames.
-    """
+    """Convert the steps of each window from seconds to numbers of frames; see `LeRobotDataset`."""
     found = {}
     for key, seconds in delta_timestamps.items():
         if key not in features:

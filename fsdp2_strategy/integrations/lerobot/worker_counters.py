@@ -15,11 +15,7 @@ NAMES = ("samples", "samples_skipped", "frames_decoded", "frames_converted")
 
 
 class Counts:
-    """Counters in memory-mapped files, one file per process.
-
-    Args:
-        folder: an existing folder for the files.
-    """
+    """Counters in memory-mapped files, one file per process."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

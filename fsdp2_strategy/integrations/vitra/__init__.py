@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from fsdp2_strategy.integrations.vitra.parameter_groups import split_modality_collator as split_modality_collator
     from fsdp2_strategy.integrations.vitra.parameter_groups import vla_parameter_groups as vla_parameter_groups
     from fsdp2_strategy.integrations.vitra.schedule import MultiGroupLRScheduler as MultiGroupLRScheduler
+    from fsdp2_strategy.integrations.vitra.settings import VLASettings as VLASettings
     from fsdp2_strategy.integrations.vitra.strategy import VLAFSDPStrategy as VLAFSDPStrategy
 
 _MODULE_OF = {
@@ -19,6 +20,7 @@ _MODULE_OF = {
     "MultiGroupLRScheduler": "schedule",
     "VLAFSDPStrategy": "strategy",
     "VLAMetrics": "metrics",
+    "VLASettings": "settings",
     "split_modality_collator": "parameter_groups",
     "vla_parameter_groups": "parameter_groups",
 }

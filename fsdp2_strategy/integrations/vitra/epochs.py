@@ -63,18 +63,8 @@ _original_seeds: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 class Epochs:
     """The epochs of a loader; every rank must make the same calls.
 
-    Args:
-        loader: any iterable of batches; see [Note: plain loaders].
-        seed: base of the random state of each rank and epoch.
-        start: the position to resume from, or None. A loader that is not plain must already be at this position.
-        any_batch_size: whether ``start`` may have been saved with another batch size; only for a ResumableLoader.
-        epoch: the first epoch if ``start`` is None; otherwise ignored.
-        sampler_may_be_positioned: whether the caller may have set the sampler's position in the first epoch.
-        accumulates: whether an optimizer step has several micro-batches; see [Note: position].
-
-    Raises:
-        CheckpointError: the position was saved with another kind of loader; or, unless the loader is a
-            ResumableLoader, on another number of ranks or with another batch size.
+    A loader that is not plain must already be at ``start``. ``epoch`` is the first epoch without ``start``.
+    ``any_batch_size`` accepts a ``start`` that was saved with another batch size, for a ResumableLoader only.
     """
 
     def __init__(
@@ -100,12 +90,7 @@ class Epochs:
         self.record_step()
 
     def batches(self, epoch: int) -> Iterator[Any]:
-        """Yield the remaining batches of an epoch; collective for each batch.
-
-        Raises:
-            DataError: on every rank: the loader fails, yields no batch, or yields more batches on some ranks than on
-                others; or the caller set the sampler's position before the checkpoint, but not in the resumed run.
-        """
+        """Yield the remaining batches of an epoch; collective for each batch."""
         resumes = self._start is not None and self._start.epoch == epoch and self._batch > 0
         self.epoch, self._batch, self._start = epoch, self._batch if resumes else 0, None
         if resumes and getattr(self._loader, "at_epoch_end", False):
@@ -172,16 +157,13 @@ class Epochs:
             self._last_step = (self._position(), rng_content(), state)
 
     def end_epoch(self) -> None:
-        """Set the position to the start of the next epoch; requires that no micro-batch is pending."""
+        """Set the position to the start of the next epoch; no micro-batch may be pending."""
         self.epoch, self._batch, self._is_positioned = self.epoch + 1, 0, False
         self.record_step()
 
     @contextmanager
     def state_of_last_step(self) -> Iterator[tuple[Position, Loader | None]]:
-        """Restore the random state of the last optimizer step inside the block, and yield its data position.
-
-        Also yield a loader whose ``state_dict`` returns the state at that step; None for a plain loader.
-        """
+        """Restore the random state of the last optimizer step in the block, and yield its position and loader state."""
         if self._last_step is None:
             yield self._position(), self._loader if self.kind != "count" else None
             return

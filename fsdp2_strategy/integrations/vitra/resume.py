@@ -18,11 +18,7 @@ from fsdp2_strategy.integrations.vitra.epochs import Position
 
 
 def check_new_run(folder: Path, run_dir: Path) -> None:
-    """Raise if a folder without a checkpoint cannot be the directory of a new run; collective.
-
-    Raises:
-        CheckpointError: on every rank: ``folder`` has a checkpoint's suffix, or does not exist and is not ``run_dir``.
-    """
+    """Raise on every rank if a folder without a checkpoint cannot be the directory of a new run; collective."""
     may_be_new = folder.is_dir() or folder.absolute() == run_dir.absolute()
     if folder.suffix == ".ckpt" or not from_rank_0(may_be_new):
         raise CheckpointError(
@@ -37,9 +33,9 @@ class Resumed:
 
     path: Path
     epoch: int
-    """The epoch in which the checkpoint was saved."""
-    at_epoch_end: bool
-    """Whether the checkpoint was saved at the end of ``epoch``."""
+    """The epoch in which it was saved."""
+    start_epoch: int
+    """The epoch in which training continues."""
     position: Position | None
     """The data position to resume at; None to start at the beginning of an epoch."""
     load_data_position: DataPositionMode
@@ -50,27 +46,20 @@ class Resumed:
     @classmethod
     def of(cls, path: str, client_state: Mapping[str, Any], *, load_data_position: DataPositionMode) -> Self:
         """Describe the checkpoint that was just loaded; read its random state from this process's generators."""
-        position = client_state.get("position") if load_data_position else None
+        saved = client_state.get("position") if load_data_position else None
+        position = Position(**saved) if saved else None
+        epoch = client_state.get("epoch", 0)
         return cls(
             path=Path(path),
-            epoch=client_state.get("epoch", 0),
-            at_epoch_end=path.endswith(".end.ckpt"),
-            position=Position(**position) if position else None,
+            epoch=epoch,
+            start_epoch=position.epoch if position else epoch + path.endswith(".end.ckpt"),
+            position=position,
             load_data_position=load_data_position,
             rng=rng_content(),
         )
 
-    @property
-    def start_epoch(self) -> int:
-        """The epoch in which training continues."""
-        return self.position.epoch if self.position else self.epoch + self.at_epoch_end
-
     def check_start(self, epoch: int, step: int, steps_taken: int) -> None:
-        """Compare the caller's start arguments with the checkpoint; 0 is always accepted.
-
-        Raises:
-            ConfigError: an argument differs from the checkpoint.
-        """
+        """Raise if the caller's start arguments are neither 0 nor those of the checkpoint."""
         if epoch not in (0, self.epoch, self.start_epoch) or step not in (0, steps_taken):
             raise ConfigError(
                 f"cannot train: start_epoch is {epoch} and start_global_step {step}, expected {self.epoch} and "

@@ -11,12 +11,12 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, TextIO
 
 import torch
 from torch import nn
@@ -34,21 +34,20 @@ from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.preemption import Preemption
 from fsdp2_strategy.distributed.progress import Progress
 from fsdp2_strategy.errors import ConfigError
-from fsdp2_strategy.integrations.lerobot.layout import LeRobotLayout
 from fsdp2_strategy.integrations.vitra.epochs import Epochs, kind_of
 from fsdp2_strategy.integrations.vitra.metrics import VLAMetrics
 from fsdp2_strategy.integrations.vitra.parameter_groups import vla_parameter_groups
 from fsdp2_strategy.integrations.vitra.resume import Resumed, check_new_run
+from fsdp2_strategy.integrations.vitra.settings import RESHARDS, VLASettings
 from fsdp2_strategy.integrations.vitra.summary import summary
 from fsdp2_strategy.integrations.vitra.training_loop import Loop
 from fsdp2_strategy.model.buffers import is_statistic
-from fsdp2_strategy.optim.schedule import BACKBONE_FREEZE, check_schedule_name
+from fsdp2_strategy.optim.schedule import BACKBONE_FREEZE
 from fsdp2_strategy.sharding.blocks import Classes, class_names_of
 from fsdp2_strategy.sharding.explain import explain
 from fsdp2_strategy.training import TrainingStrategy
 
 _CHECKPOINTS = "checkpoints"  # the subfolder of a run's directory that contains its checkpoints
-_RESHARDS = {"shard-grad-op": False, "full-shard": True}
 
 # Keys of a batch -> arguments of the model's forward, unless it has a parameter with the name of the key.
 _INPUTS = {
@@ -64,103 +63,19 @@ _INPUTS = {
 
 
 @check_keywords
-class VLAFSDPStrategy(TrainingStrategy):
+class VLAFSDPStrategy(VLASettings, TrainingStrategy):
     """Train a vision-language-action model; every rank constructs one object with the same arguments.
 
     If there is no process group, the constructor starts one and is collective; ``close`` or the end of a ``with`` block
-    destroys this group. docs/vla.md lists the differences from VITRA's class of this name.
-
-    Args:
-        vla: a model with "backbone" in the names of its backbone's parameters. Parameters that do not require gradients
-            stay frozen.
-        device_id: this rank's accelerator; ignored without CUDA.
-        stage: name of the training stage, for the log.
-        epochs: number of epochs.
-        max_steps: optimizer steps after which training ends, or None.
-        global_batch_size: samples per optimizer step, on all ranks together.
-        per_device_batch_size: samples per micro-batch on each rank.
-        learning_rate, weight_decay, action_model_learning_rate, action_model_weight_decay,
-            cognition_token_weight_decay, move_word_embedding_to_action_model, as_flattened: see
-            `vla_parameter_groups`.
-        max_grad_norm: maximum global norm of the gradients; 0 or None for no clipping.
-        lr_scheduler_type: "linear-warmup+cosine-decay", "constant", "linear-warmup+constant", their aliases, or
-            "backbone-freeze-warmup"; see `build_scheduler`.
-        warmup_ratio: for schedules with a warm-up, its length as a fraction of all steps; None for no warm-up.
-        enable_gradient_checkpointing: recompute the activations of the classes passed to `run_setup`.
-        enable_mixed_precision_training: compute in bf16 with fp32 master weights; otherwise compute in fp32.
-        reduce_in_full_precision: with mixed precision, reduce gradients and keep buffers in fp32 (if true) or bf16 (if
-            false).
-        mixed_precision_dtype: ``torch.bfloat16``, or ``torch.float32`` to disable mixed precision.
-        sharding_strategy: "shard-grad-op" keeps parameters all-gathered from forward to backward; "full-shard" reshards
-            them after forward and all-gathers them again in backward.
-        state_dict_type: ignored; all ranks write checkpoints in parallel, to files that contain full tensors.
-        llm_freeze_step: steps for which "backbone-freeze-warmup" keeps the backbone's learning rate at 0.
-        optimizer_betas: Adam's betas.
-        cast_buffers: cast buffers to the dtype of gradient reduction, except statistics of data (of BatchNorm, of
-            normalisers, or named mean, std, min, max, q01, ...), which bf16 would round. "all" casts statistics, too,
-            as VITRA does. bf16 rounds rotary frequencies.
-        shard_size: number of ranks that a parameter is sharded over. By default, shard within each node and replicate
-            across nodes.
-        max_num: maximum number of checkpoints to keep; None for all.
-        max_mem: maximum total size of all checkpoints in GB (10^9 bytes); None for no limit.
-        async_save: whether `run_training` writes checkpoints in the background.
-        layout: write checkpoints in LeRobot's layout and under its names, such as ``005000``, into the same directory.
-            Its batch size and accumulation must be those of this strategy.
-        config: further settings; the arguments above take precedence.
+    destroys this group. The arguments are the fields of `VLASettings`, in this order; they are also attributes.
+    docs/vla.md lists the differences from VITRA's class of this name.
 
     Raises:
         ConfigError, OptimizerError: an argument is invalid.
     """
 
-    def __init__(
-        self,
-        vla: nn.Module,
-        device_id: int | torch.device | None,
-        stage: str,
-        epochs: int,
-        max_steps: int | None,
-        global_batch_size: int,
-        per_device_batch_size: int,
-        learning_rate: float,
-        weight_decay: float,
-        max_grad_norm: float | None,
-        lr_scheduler_type: str,
-        warmup_ratio: float | None,
-        enable_gradient_checkpointing: bool = True,
-        enable_mixed_precision_training: bool = True,
-        reduce_in_full_precision: bool = False,
-        action_model_learning_rate: float | None = None,
-        action_model_weight_decay: float | None = None,
-        mixed_precision_dtype: torch.dtype = torch.bfloat16,
-        sharding_strategy: str = "shard-grad-op",
-        state_dict_type: object = None,
-        cognition_token_weight_decay: bool = False,
-        llm_freeze_step: int = 0,
-        move_word_embedding_to_action_model: bool = False,
-        optimizer_betas: tuple[float, float] = (0.9, 0.999),
-        *,
-        as_flattened: bool = False,
-        cast_buffers: bool | Literal["all"] = True,
-        shard_size: int | None = None,
-        max_num: int | None = 3,
-        max_mem: float | None = 1000,
-        async_save: bool = True,
-        layout: LeRobotLayout | None = None,
-        config: StrategyConfig | None = None,
-    ) -> None:
-        _check_choice("sharding_strategy", sharding_strategy, _RESHARDS)
-        _check_choice("cast_buffers", cast_buffers, (True, False, "all"))
-        _check_choice("mixed_precision_dtype", mixed_precision_dtype, (torch.bfloat16, torch.float32))
-        check_schedule_name(lr_scheduler_type)
-        for name, value, least in (
-            ("epochs", epochs, 1),
-            ("max_steps", max_steps, 1),
-            ("llm_freeze_step", llm_freeze_step, 0),
-        ):
-            if value is not None and value < least:
-                raise ConfigError(
-                    f"cannot configure: {name} is {value}, expected at least {least}. Pass a larger number."
-                )
+    def __post_init__(self, config: StrategyConfig | None) -> None:
+        super().__post_init__(config)
         config = config or StrategyConfig()
         for name in ("sequence_parallel_size", "tensor_parallel_size"):
             if getattr(config, name) > 1:
@@ -168,43 +83,29 @@ class VLAFSDPStrategy(TrainingStrategy):
                     f"cannot configure: {name} is {getattr(config, name)}, expected 1, because the training loop of "
                     "this class draws other batches on each rank. Use FSDPV2Strategy and a loop of your own."
                 )
-        super().__init__(
+        TrainingStrategy.__init__(
+            self,
             config=config.replace(
-                max_norm=max_grad_norm or 0.0,
-                micro_train_batch_size=per_device_batch_size,
-                train_batch_size=global_batch_size,
-                bf16=enable_mixed_precision_training and mixed_precision_dtype == torch.bfloat16,
+                max_norm=self.max_grad_norm or 0.0,
+                micro_train_batch_size=self.per_device_batch_size,
+                train_batch_size=self.global_batch_size,
+                bf16=self.enable_mixed_precision_training and self.mixed_precision_dtype == torch.bfloat16,
                 fp16=False,
-                reduce_in_full_precision=reduce_in_full_precision,
-            )
+                reduce_in_full_precision=self.reduce_in_full_precision,
+            ),
         )
-        if torch.cuda.is_available() and device_id is not None:
-            torch.cuda.set_device(device_id)
-        self.vla, self.stage, self.epochs, self.max_steps = vla, stage, epochs, max_steps
-        self.global_batch_size, self.per_device_batch_size = global_batch_size, per_device_batch_size
-        self.learning_rate, self.weight_decay, self.max_grad_norm = learning_rate, weight_decay, max_grad_norm
-        self.lr_scheduler_type, self.warmup_ratio = lr_scheduler_type, warmup_ratio
-        other_rate, other_decay = action_model_learning_rate, action_model_weight_decay
-        self.action_model_learning_rate = learning_rate if other_rate is None else other_rate
-        self.action_model_weight_decay = weight_decay if other_decay is None else other_decay
-        self.cognition_token_weight_decay = cognition_token_weight_decay
-        self.move_word_embedding_to_action_model = move_word_embedding_to_action_model
-        self.llm_freeze_step, self.optimizer_betas, self.as_flattened = llm_freeze_step, optimizer_betas, as_flattened
-        self.enable_gradient_checkpointing, self.sharding_strategy = enable_gradient_checkpointing, sharding_strategy
-        self.cast_buffers, self.shard_size = cast_buffers, shard_size
-        self.max_num, self.max_mem, self.async_save = max_num, max_mem, async_save
+        if torch.cuda.is_available() and self.device_id is not None:
+            torch.cuda.set_device(self.device_id)
         self.grad_accumulation_steps = self.accumulated_gradient
-        self.layout = layout
-        if layout is not None:
-            for name, value in (
-                ("batch_size", per_device_batch_size),
-                ("gradient_accumulation_steps", self.grad_accumulation_steps),
-            ):
-                if getattr(layout, name) != value:
-                    raise ConfigError(
-                        f"cannot configure: {name} of layout is {getattr(layout, name)}, expected {value}, as this "
-                        f"strategy trains. Pass LeRobotLayout({name}={value})."
-                    )
+        for name, value in (
+            ("batch_size", self.per_device_batch_size),
+            ("gradient_accumulation_steps", self.grad_accumulation_steps),
+        ):
+            if self.layout is not None and getattr(self.layout, name) != value:
+                raise ConfigError(
+                    f"cannot configure: {name} of layout is {getattr(self.layout, name)}, expected {value}, as this "
+                    f"strategy trains. Pass LeRobotLayout({name}={value})."
+                )
         self._resumed: Resumed | None = None
         self._data: Epochs | None = None
         self._interrupted = False
@@ -233,10 +134,9 @@ class VLAFSDPStrategy(TrainingStrategy):
                 trainable.
         """
         self.run_dir = Path(run_dir)
-        self.config, shard_size, reshard = self._sharding(
-            self.vla, auto_wrap_policy_modules, checkpointing_policy_modules
-        )
-        self.prepare_model(self.vla, is_training=True, shard_size=shard_size, reshard_after_forward=reshard)
+        self.config = self._with_classes(self.vla, auto_wrap_policy_modules, checkpointing_policy_modules)
+        reshard = RESHARDS[self.sharding_strategy]
+        self.prepare_model(self.vla, is_training=True, shard_size=self._shard_size(), reshard_after_forward=reshard)
         if self.cast_buffers:
             _cast_buffers(self.vla, self.buffer_dtype, with_statistics=self.cast_buffers == "all")
         groups = vla_parameter_groups(
@@ -292,25 +192,22 @@ class VLAFSDPStrategy(TrainingStrategy):
         """
         self._check_open()
         model = self.vla if model is None else model
-        config, size, reshard = self._sharding(model, auto_wrap_policy_modules, checkpointing_policy_modules)
-        shard_size = size if shard_size is None else shard_size
-        reshard_after_forward = reshard if reshard_after_forward is None else reshard_after_forward
-        config = config.replace(shard_size=shard_size, reshard_after_forward=reshard_after_forward)
+        shard_size = self._shard_size() if shard_size is None else shard_size
+        reshard = RESHARDS[self.sharding_strategy] if reshard_after_forward is None else reshard_after_forward
+        config = self._with_classes(model, auto_wrap_policy_modules, checkpointing_policy_modules)
+        config = config.replace(shard_size=shard_size, reshard_after_forward=reshard)
         return explain(model, config, is_training=is_training, world_size=self.world_size, run=run, file=file)
 
-    def _sharding(
-        self, model: nn.Module, blocks: Classes, recompute: Classes
-    ) -> tuple[StrategyConfig, ShardSize, bool]:
-        """Return the configuration, the shard size, and ``reshard_after_forward`` for the classes of `run_setup`."""
-        config = self.config.replace(
+    def _with_classes(self, model: nn.Module, blocks: Classes, recompute: Classes) -> StrategyConfig:
+        return self.config.replace(
             block_class_names=class_names_of(model, blocks),
             activation_checkpointing=class_names_of(model, recompute if self.enable_gradient_checkpointing else None),
         )
-        shard_size = self._node_shard_size() if self.shard_size is None else self.shard_size
-        return config, shard_size, _RESHARDS[self.sharding_strategy]
 
-    def _node_shard_size(self) -> int:
-        """Return the number of ranks per node; -1 (all ranks) if it is not a proper divisor of the world size."""
+    def _shard_size(self) -> int:
+        """Return ``shard_size``, by default the ranks per node, or -1 (all ranks) if those do not divide the ranks."""
+        if self.shard_size is not None:
+            return self.shard_size
         local = process_group.local_world_size(self.world_size)
         return local if 0 < local < self.world_size and self.world_size % local == 0 else -1
 
@@ -333,13 +230,12 @@ class VLAFSDPStrategy(TrainingStrategy):
     ) -> bool:
         """Train until ``max_steps`` or the end of the last epoch; collective.
 
-        After `load_optimizer_and_scheduler`, training resumes at the checkpoint, even in the middle of an epoch. The
-        resumed run draws the same data and random numbers as an uninterrupted run. All ranks skip a step whose gradient
-        norm is not finite.
+        After `load_optimizer_and_scheduler`, training resumes at the checkpoint, even within an epoch, with the data
+        and random numbers of an uninterrupted run. All ranks skip a step whose gradient norm is not finite.
 
         Args:
             dataloader: yields this rank's micro-batches as mappings of tensors. Pass a ResumableLoader with a global
-                batch of per_device_batch_size x ranks samples. Other loaders resume only on the same number of ranks.
+                batch of per_device_batch_size x ranks; other loaders resume only on the same number of ranks.
             metrics: receives losses and learning rates. Checkpoints are saved below ``metrics.run_dir``.
             save_interval: optimizer steps between checkpoints; None for no checkpoints within an epoch. The step
                 ``max_steps`` is always saved.
@@ -350,8 +246,8 @@ class VLAFSDPStrategy(TrainingStrategy):
             save_full_model: whether checkpoints contain all frozen weights.
 
         Returns:
-            True at the end of training. False if SIGTERM stopped the run; its last step is then saved. In this case,
-            exit with a non-zero status, so that the run is started again.
+            True at the end of training. False if SIGTERM stopped the run, whose last step is then saved: exit with a
+            non-zero status, so that the run is started again.
 
         Raises:
             StepError: the forward returns no loss; or, on every rank, a tracker fails.
@@ -564,11 +460,7 @@ class VLAFSDPStrategy(TrainingStrategy):
         return {"epoch": self._resumed.epoch, "global_step": self.global_step(self.vla)}
 
     def _check_start(self, epoch: int, step: int) -> None:
-        """Compare the start arguments with the loaded checkpoint; if none was loaded, advance the schedule to ``step``.
-
-        Raises:
-            ConfigError: an argument differs from the checkpoint, or ``step`` differs from the steps already taken.
-        """
+        """Compare the start arguments with the loaded checkpoint; if none was, advance the schedule to ``step``."""
         accumulation = self._state_of(self.vla).accumulation
         if self._resumed is not None:
             self._resumed.check_start(epoch, step, accumulation.steps)
@@ -581,12 +473,6 @@ class VLAFSDPStrategy(TrainingStrategy):
             if not self.lr_scheduler.last_epoch:
                 advance_scheduler(self.lr_scheduler, step)
             accumulation.steps = step
-
-
-def _check_choice(name: str, value: object, choices: Collection[object]) -> None:
-    if value not in choices:
-        known = " or ".join(map(str, choices))
-        raise ConfigError(f"cannot configure: {name} is {value!r}, expected {known}. Use one of them.")
 
 
 def _cast_buffers(model: nn.Module, dtype: torch.dtype, *, with_statistics: bool) -> None:

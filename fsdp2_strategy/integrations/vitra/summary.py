@@ -5,21 +5,19 @@ Input: a strategy whose `run_setup` has built the optimizer and schedule. Output
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from fsdp2_strategy.optim.schedule import BACKBONE_FREEZE
 
+if TYPE_CHECKING:
+    from fsdp2_strategy.integrations.vitra.strategy import VLAFSDPStrategy
 
-def summary(strategy: Any, n_train_examples: int) -> str:
-    """Describe batches, precision, schedule, learning rates and steps, one fact per line.
 
-    Args:
-        strategy: a `VLAFSDPStrategy`. It is annotated as Any, because its module imports this one.
-        n_train_examples: number of samples per epoch.
-    """
-    s, config = strategy, strategy.config
+def summary(s: VLAFSDPStrategy, n_train_examples: int) -> str:
+    """Describe batches, precision, schedule, learning rates and steps, one fact per line."""
+    config = s.config
     computed = torch.bfloat16 if config.bf16 else torch.float32
     batch = f"{s.per_device_batch_size} per rank x {s.world_size} ranks x {s.grad_accumulation_steps} micro-batches"
     decay = f"backbone {s.weight_decay}, action model {s.action_model_weight_decay}"
@@ -46,13 +44,13 @@ def summary(strategy: Any, n_train_examples: int) -> str:
     return "set up:\n" + "\n".join(f"  {name:<24} {fact}" for name, fact in facts.items())
 
 
-def _buffers(s: Any) -> str:
+def _buffers(s: VLAFSDPStrategy) -> str:
     if not s.cast_buffers:
         return "dtypes unchanged"
     return f"{s.buffer_dtype}" if s.cast_buffers == "all" else f"{s.buffer_dtype}, statistics of data unchanged"
 
 
-def _warm_up(s: Any) -> str:
+def _warm_up(s: VLAFSDPStrategy) -> str:
     if s.lr_scheduler_type == BACKBONE_FREEZE:
         return f"backbone's learning rate 0 for {s.llm_freeze_step} steps"
     unused = f"; llm_freeze_step {s.llm_freeze_step} has no effect on this schedule" if s.llm_freeze_step else ""

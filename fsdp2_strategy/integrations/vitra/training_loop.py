@@ -6,15 +6,11 @@ Input: a strategy that is set up, and epochs of batches. Output: a trained model
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.log import log
@@ -27,40 +23,20 @@ from fsdp2_strategy.integrations.vitra.parameter_groups import GROUPS
 from fsdp2_strategy.optim.step import StepResult
 from fsdp2_strategy.optim.zero_grad import discard_gradients
 
+if TYPE_CHECKING:
+    from fsdp2_strategy.integrations.vitra.strategy import VLAFSDPStrategy
+
 # The metric of each parameter group's learning rate.
 _METRIC_NAMES = dict(
     zip(GROUPS, ("backbone_decay_lr", "backbone_no_decay_lr", "action_decay_lr", "action_no_decay_lr"), strict=True)
 )
 
 
-class _LoopStrategy(Protocol):
-    """The attributes and methods of `VLAFSDPStrategy` that the loop uses."""
-
-    vla: nn.Module
-    stage: str
-    epochs: int
-    optimizer: Optimizer
-    lr_scheduler: LRScheduler
-    grad_accumulation_steps: int
-    async_save: bool
-    pending_micro_batches: int
-
-    def is_finished(self) -> bool: ...
-    def global_step(self, model: nn.Module, /) -> int: ...
-    def forward_inputs(self, batch: Mapping[str, Any], /) -> dict[str, Any]: ...
-    def backward(self, loss: Any, model: nn.Module, optimizer: Optimizer, /) -> None: ...
-    def optimizer_step(
-        self, optimizer: Optimizer, model: nn.Module, scheduler: LRScheduler, /, *, name: str
-    ) -> StepResult: ...
-    @property
-    def save_checkpoint(self) -> Callable[..., Path]: ...
-
-
 @dataclass(kw_only=True)
 class Loop:
     """The training loop; every rank runs it."""
 
-    strategy: _LoopStrategy
+    strategy: VLAFSDPStrategy
     data: Epochs
     metrics: VLAMetrics
     progress: Progress
@@ -126,11 +102,7 @@ class Loop:
         self.progress.update()
 
     def _learning_rates(self) -> dict[str, float]:
-        """Return the learning rate of each of the four groups.
-
-        A group without parameters gets the learning rate of the group whose name has the same first word ("backbone"
-        or "other"), or 0 if that group has no parameters either.
-        """
+        """Return the rates by metric; a group without parameters gets that of the group with the same first word."""
         found = {group["name"]: group["lr"] for group in self.strategy.optimizer.param_groups}
         by_first_word = {name.partition("_")[0]: rate for name, rate in found.items()}
         return {_METRIC_NAMES[name]: found.get(name, by_first_word.get(name.partition("_")[0], 0.0)) for name in GROUPS}
