@@ -362,11 +362,7 @@ class LightRFTStrategy(FSDPV2Strategy):
 
 
 def _engine_groups(size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Return the group of ranks that share this rank's engine, and the group of one rank of each engine; collective.
-
-    Raises:
-        ConfigError: ``size`` does not divide the number of ranks.
-    """
+    """Return the group of ranks that share this rank's engine, and that of one rank of each engine; collective."""
     ranks = ranks_of(group_in_use())
     if not isinstance(size, int) or size < 1 or len(ranks) % size:
         raise ConfigError(
@@ -379,11 +375,7 @@ def _engine_groups(size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 
 
 def _outputs_of_group(outputs: list[Generation] | None, group: dist.ProcessGroup) -> list[Generation]:
-    """Return the outputs of the first rank of a group that has them; collective over the group.
-
-    Raises:
-        RolloutError: on the group's ranks: no rank has outputs.
-    """
+    """Return the outputs of the first rank of a group that has them; collective over the group."""
     if dist.get_world_size(group) == 1:
         return outputs or []
     found = [own for (own,) in gather_lists([outputs], group) if own is not None]

@@ -45,11 +45,7 @@ class TrainerStrategy(FSDPV2Strategy):
         accumulation.declared = micro_batches
 
     def use_optimizer(self, model: nn.Module, optimizer: Optimizer) -> Optimizer:
-        """Use an optimizer over the sharded parameters of a model, for steps and checkpoints; not collective.
-
-        Returns:
-            The optimizer; with ``use_mp_opt``, one that keeps fp32 master weights.
-        """
+        """Return the optimizer over a model's sharded parameters that steps and checkpoints use; not collective."""
         split_groups(optimizer)
         if self.config.use_mp_opt:
             optimizer = FSDPadaptOptimizer(optimizer)
@@ -75,11 +71,7 @@ class ShardingAccelerator(Accelerator):  # type: ignore[misc]
         self._prepared: WeakSet[nn.Module] = WeakSet()  # accelerate forgets its models when training begins
 
     def attach(self, strategy: TrainerStrategy, trained_model: Callable[[], nn.Module]) -> None:
-        """Set the strategy, and the function that returns the model that is trained.
-
-        Raises:
-            ConfigError: the environment makes accelerate shard models, too.
-        """
+        """Set the strategy, and the function that returns the trained model; raise if accelerate shards models, too."""
         for plugin in ("fsdp_plugin", "deepspeed_plugin"):
             if getattr(self.state, plugin, None) is not None:
                 raise ConfigError(
@@ -147,11 +139,7 @@ class ShardingAccelerator(Accelerator):  # type: ignore[misc]
         self.strategy.backward(loss, self.trained_model())
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        """Clip the gradients of the trained model, and return their global norm before; collective.
-
-        Raises:
-            ConfigError: ``norm_type`` is not 2.
-        """
+        """Clip the gradients of the trained model, and return their global norm before; collective."""
         if norm_type != 2:
             raise ConfigError(f"cannot clip gradients: norm_type is {norm_type}, expected 2. Leave it out.")
         norm = self.strategy.clip_grad_norm(self.trained_model(), 0.0 if math.isinf(max_norm) else max_norm)
@@ -163,11 +151,7 @@ class ShardingAccelerator(Accelerator):  # type: ignore[misc]
         yield
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Raise: the full parameters are never gathered.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Raise: the full parameters are never gathered."""
         raise ConfigError(
             "cannot gather a state dict: the model is sharded, expected a save without a gather. Call "
             "trainer.save_model(folder) on every rank."
@@ -182,11 +166,7 @@ class SteppingOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self._accelerator = accelerator
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """Take the optimizer step of the micro-batches since the last one; collective.
-
-        Raises:
-            ConfigError: a closure was passed.
-        """
+        """Take the optimizer step of the micro-batches since the last one; collective."""
         if closure is not None:
             raise ConfigError("cannot step: a closure was passed, expected none. Leave it out.")
         accelerator = self._accelerator

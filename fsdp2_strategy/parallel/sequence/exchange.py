@@ -18,15 +18,8 @@ from fsdp2_strategy.parallel.sequence.ranks import SequenceRanks
 def to_heads(tensors: Sequence[torch.Tensor], ranks: SequenceRanks) -> list[torch.Tensor]:
     """Exchange a part of the sequence with all heads for the full sequence with a part of the heads; collective.
 
-    All tensors travel in one all-to-all.
-
-    Args:
-        tensors: each [batch, heads, length / ranks, width], with a number of heads that the ranks divide. Heads and
-            widths may differ; the dtype must be the same.
-        ranks: the ranks that share the sequences.
-
-    Returns:
-        Tensors [batch, heads / ranks, length, width].
+    From [batch, heads, length / ranks, width] to [batch, heads / ranks, length, width]. Heads and widths may differ
+    between the tensors; the dtype must be the same: all of them travel in one all-to-all.
     """
     apply: Any = _Exchange.apply
     return list(apply(ranks, True, *tensors))

@@ -20,12 +20,7 @@ T = TypeVar("T")
 
 
 class SequenceRanks(ABC):
-    """Ranks that each compute a part of the same sequences.
-
-    Args:
-        rank: this rank's part of the sequences, from 0.
-        count: number of ranks.
-    """
+    """Ranks that each compute a part of the same sequences; ``rank`` is this one's part, from 0."""
 
     def __init__(self, rank: int, count: int) -> None:
         self.rank, self.count = rank, count
@@ -91,11 +86,7 @@ class ThreadRanks(SequenceRanks):
 
 
 def run_in_threads(count: int, work: Callable[[SequenceRanks], T]) -> list[T]:
-    """Run ``work`` in as many threads as there are ranks; return the results by rank.
-
-    Raises:
-        Exception: the first one that ``work`` raised in a thread, in the order of the ranks.
-    """
+    """Run ``work`` in a thread for each rank; return the results by rank, or raise the first rank's error."""
     barrier = threading.Barrier(count)
     given: list[Any] = [None] * count
     results: list[Any] = [None] * count

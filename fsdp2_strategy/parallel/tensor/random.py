@@ -32,13 +32,7 @@ _PART_OF_LAYER = re.compile(r"\.(base_layer|lora_[AB]\.[^.]+|original_module|mod
 
 
 def draw_own_random_numbers(root: nn.Module, plan: TensorPlan, rank: int) -> None:
-    """Register hooks that switch between common and own random numbers; not collective.
-
-    Args:
-        root: the model, whose layers are split.
-        plan: the styles of its modules.
-        rank: this rank among those that share layers.
-    """
+    """Register hooks that switch between common and own random numbers, for one of the ranks that share layers."""
     modules = dict(root.named_modules())
     styles = {_layer_of(name): style for name, style in plan.styles.items() if name in modules}
     ends = [name for name, style in styles.items() if style in _SPLIT_INPUTS]
