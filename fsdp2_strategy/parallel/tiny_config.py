@@ -61,16 +61,10 @@ _SIZES_OF_OTHERS = re.compile(".*(text|lm|out|proj|adapter|global).*")
 
 
 def tiny_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Copy a configuration with small sizes and the same structure; not collective.
+    """Copy the configuration of a causal or image-text language model with small sizes and the same structure.
 
     Kept are the class, all flags, the numbers of heads (up to `MAX_HEADS`), one layer of each kind and at least two
     layers, up to `MAX_EXPERTS` experts, windows (of `WINDOW` tokens), the kind of rotary scaling, and tied embeddings.
-
-    Args:
-        config: configuration of a causal or image-text language model.
-
-    Raises:
-        ConfigError: the configuration class rejects the small sizes.
 
     >>> from transformers import Qwen2Config
     >>> tiny = tiny_config(Qwen2Config())

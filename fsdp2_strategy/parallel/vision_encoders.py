@@ -95,7 +95,13 @@ def find_vision_encoder(model: nn.Module) -> VisionEncoder | None:
 def add_hooks(model: nn.Module, encoder: VisionEncoder, mixed_mm_data: MixedData | None) -> None:
     """Register the hooks for ranks without images on the sharded root; see [Note: unequal ranks]."""
     if mixed_mm_data == "dummy":
-        _run_on_zeros(model, encoder)
+        dummy = _ZeroImages(encoder)
+        if encodes_images_before_forward(model):
+            # ``generate`` runs the vision encoder before the first forward pass. This must come before
+            # `BypassHooks.add_entry_points`, which wraps ``generate``, too.
+            model.generate = functools.partial(dummy.generate, model.generate)  # type: ignore[assignment, arg-type]
+        encoder.owner.register_forward_pre_hook(dummy.before_owner, with_kwargs=True)
+        encoder.embedding.register_forward_hook(dummy.after_embedding)
     else:
         encoder.embedding.register_forward_hook(functools.partial(_with_graph, [*encoder.owner.parameters()]))
     param_groups = {module_of(group): group for group in parameter_groups(model)}
@@ -149,19 +155,6 @@ def _with_graph(
         return output
     attached: torch.Tensor = _AttachGraph.apply(output, output.new_zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
     return attached
-
-
-def _run_on_zeros(model: nn.Module, encoder: VisionEncoder) -> None:
-    """Register hooks that run the vision encoder equally often on all ranks; see [Note: unequal ranks].
-
-    `BypassHooks.add_entry_points` must not have wrapped the root's ``generate`` yet.
-    """
-    dummy = _ZeroImages(encoder)
-    if encodes_images_before_forward(model):
-        # ``generate`` runs the vision encoder before the first forward pass.
-        model.generate = functools.partial(dummy.generate, model.generate)  # type: ignore[assignment, arg-type]
-    encoder.owner.register_forward_pre_hook(dummy.before_owner, with_kwargs=True)
-    encoder.embedding.register_forward_hook(dummy.after_embedding)
 
 
 class _ZeroImages:

@@ -275,7 +275,10 @@ class LightRFTStrategy(FSDPV2Strategy):
         of_ranks = gather_lists(own, self.engine_mp_group)
         with all_or_none("generate", RolloutError):
             shared = [prompt for prompts in of_ranks for prompt in prompts]
-            generated = self._generate_on_engine(sampling_params, shared, has_media=has_media)
+            token_ids, inputs = (None, shared) if has_media else (shared, None)
+            generated = None  # another rank has the engine
+            if self.inference_engine is not None or dist.get_world_size(self.engine_mp_group) == 1:
+                generated = self.engine_generate_local(sampling_params, token_ids, inputs)
         with all_or_none("generate", RolloutError):
             outputs = _outputs_of_group(generated, self.engine_mp_group)
         start = sum(map(len, of_ranks[: dist.get_rank(self.engine_mp_group)]))
@@ -290,15 +293,6 @@ class LightRFTStrategy(FSDPV2Strategy):
             log("lengths of generation %d: %s", self._generations, statistics)
         self._generations += 1
         return mine
-
-    def _generate_on_engine(
-        self, sampling_params: Any, prompts: list[Any], *, has_media: bool
-    ) -> list[Generation] | None:
-        """Generate for the prompts of all ranks of the engine; return None if another rank has the engine."""
-        if self.inference_engine is None and dist.get_world_size(self.engine_mp_group) > 1:
-            return None
-        token_ids, inputs = (None, prompts) if has_media else (prompts, None)
-        return self.engine_generate_local(sampling_params, token_ids, inputs)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 

@@ -68,7 +68,8 @@ class ShardingAccelerator(Accelerator):  # type: ignore[misc]
         # The strategy casts to half precision and scales losses; accelerate must not do so again.
         super().__init__(**options | {"mixed_precision": "no"})
         self.sample_order = SampleOrder()
-        self._prepared: WeakSet[nn.Module] = WeakSet()  # accelerate forgets its models when training begins
+        self.prepared: WeakSet[nn.Module] = WeakSet()  # accelerate forgets its models when training begins
+        """The sharded models, without wrappers."""
 
     def attach(self, strategy: TrainerStrategy, trained_model: Callable[[], nn.Module]) -> None:
         """Set the strategy, and the function that returns the trained model; raise if accelerate shards models, too."""
@@ -95,7 +96,7 @@ class ShardingAccelerator(Accelerator):  # type: ignore[misc]
             if not (self.strategy.config.bf16 or self.strategy.config.fp16):
                 drop_casts_of_embeddings(model)  # to the dtype that the blocks had: they train in fp32
         self.strategy.prepare_model(model, is_training=is_trained)
-        self._prepared.add(unwrap_model(model))
+        self.prepared.add(unwrap_model(model))
         if not any(model is other for other in self._models):
             self._models.append(model)
         return model
@@ -107,17 +108,9 @@ class ShardingAccelerator(Accelerator):  # type: ignore[misc]
         after a pass without a backward pass.
         """
         trained = unwrap_model(self.trained_model())
-        for model in self.prepared_models():
+        for model in list(self.prepared):
             if model is not trained:
                 reshard(model)
-
-    def prepared_models(self) -> list[nn.Module]:
-        """Return the sharded models, without wrappers; not collective."""
-        return list(self._prepared)
-
-    def has_prepared(self, model: nn.Module) -> bool:
-        """Return whether `prepare_model` has sharded a model; not collective."""
-        return unwrap_model(model) in self._prepared
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """Prepare a loader as accelerate does; the order of its samples is continued by a resume; not collective."""

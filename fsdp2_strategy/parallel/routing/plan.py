@@ -114,19 +114,19 @@ def _problem_of_replay(tiny: Any, plan: RouterPlan) -> str:
     """Return what is wrong when a tiny model replays choices; an empty text if nothing is."""
     ids, routers = tiny_batch(tiny, LENGTHS[0]), _routers(tiny, plan)
     expected = _values(tiny, ids)
-    own = _recorded(tiny, routers, ids)
+    _, own = _run(tiny, routers, ids)
     if own.layers.keys() != routers.keys():
         return "has routers that do not run in a forward pass"
-    rows = _recorded(tiny, routers, ids[1:])
+    _, rows = _run(tiny, routers, ids[1:])
     agreement = [(rows.layers[name] == own.layers[name][1:]).float().mean() for name in routers]
     if min(agreement) < 0.9:
         return "chooses experts for a sequence by the other sequences of the batch"
-    if not torch.equal(_replayed(tiny, routers, ids, own)[0], expected):
+    if not torch.equal(_run(tiny, routers, ids, own)[0], expected):
         return "computes other values with its own choices"
     other_model = copy.deepcopy(tiny)
     _add_noise(other_model)
-    other = _recorded(other_model, _routers(other_model, plan), ids)
-    values, replayed = _replayed(tiny, routers, ids, other)
+    _, other = _run(other_model, _routers(other_model, plan), ids)
+    values, replayed = _run(tiny, routers, ids, other)
     if any(not torch.equal(replayed.layers[name], other.layers[name]) for name in routers):
         return "chooses other experts than those that are replayed"
     if torch.equal(values, expected):
@@ -142,22 +142,13 @@ def _values(tiny: Any, ids: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def _recorded(tiny: Any, routers: Mapping[str, Router], ids: torch.Tensor) -> Routing:
-    recorder = Recorder(tiny)
-    session = Session(tiny, routers, recorder.open)
-    try:
-        _values(tiny, ids)
-    finally:
-        session.close()
-    return recorder.routing()
-
-
-def _replayed(
-    tiny: Any, routers: Mapping[str, Router], ids: torch.Tensor, routing: Routing
+def _run(
+    tiny: Any, routers: Mapping[str, Router], ids: torch.Tensor, routing: Routing | None = None
 ) -> tuple[torch.Tensor, Routing]:
-    """Return the values with replayed choices, and the choices that were recorded meanwhile."""
+    """Return the values and the choices of a pass, in which a routing is replayed if there is one."""
     recorder = Recorder(tiny)
-    sessions = [Session(tiny, routers, open_pass) for open_pass in (Replayer(tiny, routing).open, recorder.open)]
+    replays: list[Any] = [] if routing is None else [Replayer(tiny, routing).open]
+    sessions = [Session(tiny, routers, open_pass) for open_pass in (*replays, recorder.open)]
     try:
         values = _values(tiny, ids)
     finally:

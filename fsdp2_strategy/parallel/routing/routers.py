@@ -9,6 +9,7 @@ that choose tokens, such as the indexers of sparse attention, choose among more 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -134,10 +135,7 @@ def _chooses_per_token(calls: _Calls, other: _Calls | None) -> bool:
 
 
 def _rows(shape: tuple[int, ...]) -> int:
-    rows = 1
-    for size in shape[:-1]:
-        rows *= size
-    return rows
+    return math.prod(shape[:-1])
 
 
 def _kind_of(module: nn.Module, calls: _Calls) -> RouterKind | None:
@@ -150,13 +148,10 @@ def _kind_of(module: nn.Module, calls: _Calls) -> RouterKind | None:
         if not (is_within or is_group):
             return None
         has_groups |= is_group
-    attribute = None
-    if has_groups:
-        named = [name for name, value in vars(module).items() if "expert" in name and value == experts]
-        if not named:
-            return None
-        attribute = named[0]
-    return RouterKind(choice_call=len(calls.shapes) - 1, experts_attribute=attribute)
+    named = [name for name, value in vars(module).items() if "expert" in name and value == experts]
+    if has_groups and not named:
+        return None
+    return RouterKind(choice_call=len(calls.shapes) - 1, experts_attribute=named[0] if has_groups else None)
 
 
 def without_routers(tiny: nn.Module) -> str:
