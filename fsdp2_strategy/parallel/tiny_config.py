@@ -309,10 +309,7 @@ def _divisor(heads: int, kv_heads: int) -> int:
 def _attribute_map(model_type: str | None) -> dict[str, str]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: PLC0415
 
-    attributes: dict[str, str] = (
-        CONFIG_MAPPING[model_type].attribute_map if model_type and model_type in CONFIG_MAPPING else {}
-    )
-    return attributes
+    return dict(CONFIG_MAPPING[model_type].attribute_map) if model_type and model_type in CONFIG_MAPPING else {}
 
 
 def _found(values: dict[str, Any], name: str) -> list[Any]:

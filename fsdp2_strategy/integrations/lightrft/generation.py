@@ -6,7 +6,7 @@ Input: prompts as token ids, or as texts with images and videos. Output: one `Ge
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -31,21 +31,21 @@ class Generation:
 
 
 def prompts_with_media(
-    prompts: Sequence[str],
-    images: Sequence[Any] | None,
+    all_prompts: Sequence[str],
+    all_images: Sequence[Any] | None,
     images_num: Sequence[int] | None,
-    videos: Sequence[Any] | None,
+    all_videos: Sequence[Any] | None,
     videos_num: Sequence[int] | None,
 ) -> list[dict[str, Any]]:
-    """Return for each prompt a dict with "prompt" and, for images or videos, "multi_modal_data".
+    """Return for each prompt a dict with "prompt" and, for images or videos, "multi_modal_data"; not collective.
 
-    ``images`` are a list for each prompt, or the images of all prompts in one list; ``images_num`` counts those of each
-    prompt. In a text without images and videos, their placeholders are removed.
+    Images are a list for each prompt, or those of all prompts in one list; ``images_num`` counts those of each prompt.
+    In a text without images and videos, their placeholders are removed.
     """
-    images_of = _split(images, images_num, len(prompts))
-    videos_of = _split(videos, videos_num, len(prompts))
+    images_of = _split(all_images, images_num, len(all_prompts))
+    videos_of = _split(all_videos, videos_num, len(all_prompts))
     inputs: list[dict[str, Any]] = []
-    for prompt, own_images, own_videos in zip(prompts, images_of, videos_of, strict=True):
+    for prompt, own_images, own_videos in zip(all_prompts, images_of, videos_of, strict=True):
         media = {name: own for name, own in (("image", own_images), ("video", own_videos)) if own}
         inputs.append(
             {"prompt": prompt, "multi_modal_data": media} if media else {"prompt": _PLACEHOLDERS.sub("", prompt)}
@@ -132,10 +132,9 @@ def gather_lists(items: list[T], group: dist.ProcessGroup) -> list[list[T]]:
 class LengthStatistics:
     """Summarize the lengths of outputs in each ``every``-th step; the group has one rank of each engine."""
 
-    def __init__(self, group: dist.ProcessGroup, every: int = -1, percentiles: Iterable[int] = (50, 80)) -> None:
+    def __init__(self, group: dist.ProcessGroup, every: int) -> None:
         self.group = group
         self.every = every
-        self.percentiles = tuple(percentiles)
         self.lengths_of_step: dict[int, list[int]] = {}
         """The lengths of all outputs, for the steps in which they were collected."""
 
@@ -155,5 +154,5 @@ class LengthStatistics:
             "max_length": int(values.max()),
             "mean_length": float(values.mean()),
             "median_length": float(np.median(values)),
-            "percentiles": {at: round(float(np.percentile(values, at))) for at in self.percentiles},
+            "percentiles": {at: round(float(np.percentile(values, at))) for at in (50, 80)},
         }

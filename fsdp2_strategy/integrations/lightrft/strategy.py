@@ -214,24 +214,10 @@ class LightRFTStrategy(FSDPV2Strategy):
                 "cannot generate: there is no inference engine on this rank, expected one. Call "
                 "setup_inference_engine first."
             )
-        return generate(
-            self.inference_engine,
-            self.inference_engine_type,
-            sampling_params,
-            token_ids=prompt_token_ids,
-            inputs=multi_modal_inputs,
-        )
+        engine, kind = self.inference_engine, self.inference_engine_type
+        return generate(engine, kind, sampling_params, token_ids=prompt_token_ids, inputs=multi_modal_inputs)
 
-    @staticmethod
-    def _build_multimodal_inputs(
-        all_prompts: Sequence[str],
-        all_images: Sequence[Any] | None,
-        images_num: Sequence[int] | None,
-        all_videos: Sequence[Any] | None,
-        videos_num: Sequence[int] | None,
-    ) -> list[dict[str, Any]]:
-        """Combine prompts with their images and videos; see `generation.prompts_with_media`."""
-        return prompts_with_media(all_prompts, all_images, images_num, all_videos, videos_num)
+    _build_multimodal_inputs = staticmethod(prompts_with_media)
 
     @collective
     def gather_and_generate(
@@ -253,7 +239,7 @@ class LightRFTStrategy(FSDPV2Strategy):
             sampling_params: passed to the engine.
             all_prompt_token_ids: this rank's prompts as token ids.
             all_prompts: the same prompts as texts; used if there are images or videos.
-            all_images: for each prompt a list of its images; or the images of all prompts in one list. None, or a list
+            all_images: for each prompt a list of its images, or the images of all prompts in one list; None, or a list
                 of None, for prompts without images.
             sleep_engine: put the engine to sleep afterwards if ``enable_engine_sleep`` is true.
             images_num: number of images of each prompt.

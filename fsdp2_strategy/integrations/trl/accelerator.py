@@ -89,7 +89,6 @@ class ShardingAccelerator(Accelerator):  # type: ignore[misc]
         The trainer's own model is prepared for training, even if it is evaluated first. Others, such as reference and
         reward models, are prepared for inference.
         """
-        del device_placement, evaluation_mode
         is_trained = model is self.trained_model() and any(p.requires_grad for p in model.parameters())
         if is_trained:
             check_exportable_prompts(model)  # before hours of training, and not at the first save
@@ -120,7 +119,6 @@ class ShardingAccelerator(Accelerator):  # type: ignore[misc]
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
         """Return the optimizer with a ``step`` that calls the strategy; not collective."""
-        del device_placement
         if not isinstance(optimizer, SteppingOptimizer):
             optimizer = SteppingOptimizer(optimizer, self)
         if not any(optimizer is other for other in self._optimizers):

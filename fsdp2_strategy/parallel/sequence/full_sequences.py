@@ -19,7 +19,7 @@ from fsdp2_strategy.hf.library_internals import attention_implementation, set_at
 from fsdp2_strategy.hf.packed_rows import running_shard
 from fsdp2_strategy.parallel.sequence.attention import configured_name, is_split_name
 from fsdp2_strategy.parallel.sequence.exchange import gather_sequence
-from fsdp2_strategy.parallel.sequence.shard import SequenceShard, check_recomputed, current_shard
+from fsdp2_strategy.parallel.sequence.shard import SequenceShard, check_recomputed, current_shard, is_sequence
 
 
 def run_on_full_sequences(module: nn.Module) -> None:
@@ -77,21 +77,18 @@ def _is_padding_mask(value: Any) -> bool:
 
 
 def _gathered(value: Any, shard: SequenceShard) -> Any:
-    is_part = isinstance(value, torch.Tensor) and value.ndim >= 2 and value.shape[1] == shard.local_length
-    return gather_sequence(value, shard.ranks) if is_part else value
+    return gather_sequence(value, shard.ranks) if is_sequence(value, shard.local_length) else value
 
 
 def _part_of(value: Any, shard: SequenceShard) -> Any:
-    is_full = isinstance(value, torch.Tensor) and value.ndim >= 2 and value.shape[1] == shard.length
-    return shard.local(value).contiguous() if is_full else value
+    return shard.local(value).contiguous() if is_sequence(value, shard.length) else value
 
 
 def computes_parts(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], length: int) -> bool:
     """Return whether a module computes the second half of sequences from the second half of its arguments."""
 
     def half(value: Any) -> Any:
-        is_sequence = isinstance(value, torch.Tensor) and value.ndim >= 2 and value.shape[1] == length
-        return value[:, length // 2 :] if is_sequence else value
+        return value[:, length // 2 :] if is_sequence(value, length) else value
 
     with torch.no_grad():
         expected = tree_map(half, module(*args, **kwargs))

@@ -162,7 +162,9 @@ def shard_sequence(batch: Mapping[str, Any], group: dist.ProcessGroup | Sequence
     ranks = group if isinstance(group, SequenceRanks) else ProcessRanks(group)
     shape = tuple(tokens.shape[:2])
     missing = -shape[1] % ranks.count
-    sequences = {name: value for name, value in batch.items() if _is_sequence(value, shape)}
+    sequences = {
+        name: value for name, value in batch.items() if is_sequence(value, shape[1]) and len(value) == shape[0]
+    }
     is_split_inside = any(
         isinstance(value, torch.Tensor) and value.ndim > 1 and name not in sequences and name != "position_ids"
         for name, value in batch.items()
@@ -218,8 +220,9 @@ def check_same_batch(batch: Mapping[str, Any], group: dist.ProcessGroup) -> None
             )
 
 
-def _is_sequence(value: object, shape: tuple[int, ...]) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim >= 2 and tuple(value.shape[:2]) == shape
+def is_sequence(value: object, length: int) -> bool:
+    """Return whether a value is a tensor [batch, length, ...]."""
+    return isinstance(value, torch.Tensor) and value.ndim >= 2 and value.shape[1] == length
 
 
 def _padded(tensor: torch.Tensor, missing: int, value: int = 0) -> torch.Tensor:

@@ -27,7 +27,7 @@ from fsdp2_strategy.model.fsdp_state import class_name
 from fsdp2_strategy.parallel.sequence.attention import is_split_name, split_name
 from fsdp2_strategy.parallel.sequence.exchange import gather_sequence
 from fsdp2_strategy.parallel.sequence.full_sequences import run_on_full_sequences
-from fsdp2_strategy.parallel.sequence.shard import SequenceShard, current_shard, documents_of
+from fsdp2_strategy.parallel.sequence.shard import SequenceShard, current_shard, documents_of, is_sequence
 from fsdp2_strategy.parallel.tensor.random import DROPOUTS
 
 Arguments = dict[str, Any]
@@ -243,8 +243,7 @@ def _join(shard: SequenceShard, kwargs: Arguments) -> None:
         return
     kwargs[ARGUMENT] = dataclasses.replace(shard, is_split_inside=True)
     for name, value in kwargs.items():
-        is_part = isinstance(value, torch.Tensor) and value.ndim >= 2 and value.shape[1] == shard.local_length
-        if is_part and not name.endswith("labels") and name != "attention_mask":
+        if is_sequence(value, shard.local_length) and not name.endswith("labels") and name != "attention_mask":
             kwargs[name] = gather_sequence(value, shard.ranks)
     # Without positions in the batch, the model counts them in its own way.
     kwargs["position_ids"] = shard.position_ids if shard.has_own_positions else None

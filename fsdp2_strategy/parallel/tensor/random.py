@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from itertools import takewhile
 
 import torch
 from torch import nn
@@ -78,12 +79,8 @@ def _scope_of(name: str, ends: Iterable[str], modules: dict[str, nn.Module]) -> 
     """Return the innermost module that runs a module and the next one whose inputs are split; None if there is none."""
 
     def common(other: str) -> list[str]:
-        parts = []
-        for own, each in zip(name.split("."), other.split("."), strict=False):
-            if own != each:
-                break
-            parts.append(own)
-        return parts
+        pairs = zip(name.split("."), other.split("."), strict=False)
+        return [own for own, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
 
     parts = max(map(common, ends), key=len, default=None)
     while parts and isinstance(modules[".".join(parts)], (nn.ModuleList, nn.ModuleDict)):
