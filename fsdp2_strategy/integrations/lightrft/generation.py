@@ -77,9 +77,7 @@ def generate(
 ) -> list[Generation]:
     """Call an engine with prompts as token ids, or with texts and images; not collective.
 
-    An engine of the type "vllm" is called as ``generate(sampling_params=, prompts=, use_tqdm=False)``. Any other is
-    called as SGLang is: ``generate(sampling_params=, input_ids=, image_data=None)`` or ``generate(sampling_params=,
-    prompt=, image_data=)``, and returns a list of dicts with "output_ids".
+    An engine of the type "vllm" is called as vLLM is, any other as SGLang is, which returns dicts with "output_ids".
     """
     if (token_ids is None) == (inputs is None):
         given = "neither" if token_ids is None else "both"

@@ -33,16 +33,9 @@ _OF_TOKENS = ("logits", "last_hidden_state", "hidden_states", "attentions")
 
 
 class SequenceParallelData:
-    """Distribute samples over the ranks that share sequences.
+    """Distribute samples over the ranks that share sequences (``sp_group``, in their order); None: keep them.
 
-    Args:
-        group: the ranks that share sequences, in their order; None if each rank has its own.
-
-    Attributes:
-        sp_group: these ranks, or None.
-        sp_size: their number.
-        sp_rank: this rank's index among them.
-        is_used: whether `preprocess` was called.
+    ``is_used`` says whether `preprocess` was called.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:

@@ -86,8 +86,8 @@ class ShardingAccelerator(Accelerator):  # type: ignore[misc]
     ) -> nn.Module:
         """Shard a model; collective.
 
-        The trainer's own model is prepared for training, even if it is evaluated first. Others, such as reference and
-        reward models, are prepared for inference.
+        The trainer's own model is prepared for training, even if it is evaluated first; others, such as reference and
+        reward models, for inference.
         """
         is_trained = model is self.trained_model() and any(p.requires_grad for p in model.parameters())
         if is_trained:

@@ -29,11 +29,7 @@ _SAMPLES = "samples_per_step"
 
 
 def save_checkpoint(trainer: Any, run_dir: Path) -> Path:
-    """Save a checkpoint of a trainer, and delete older ones, as ``save_total_limit`` and ``max_mem`` say; collective.
-
-    Returns:
-        The checkpoint's directory. With ``async_save``, it exists only after the write has finished.
-    """
+    """Save a checkpoint, and delete older ones; return its path, where a background save ends later; collective."""
     args, state, settings = trainer.args, trainer.state, trainer.fsdp2_settings
     trainer.store_flos()
     tag = f"checkpoint-{state.global_step}"

@@ -155,11 +155,7 @@ def _completed(
 def _partial_gradients(
     tiny: Any, expected: Values, given: dict[str, str], mesh: DeviceMesh, *, copies_outputs: bool
 ) -> list[str]:
-    """Return the modules whose gradients are parts of a sum over the ranks, with ``*`` for numbers; collective.
-
-    Raises:
-        ShardError: outputs differ, or gradients differ in another way.
-    """
+    """Return the modules whose gradients are parts of a sum over ranks; raise for other differences; collective."""
     split, size = copy.deepcopy(tiny), mesh.size()
     styles = TensorPlan.of(split, size, given, copies_outputs=copies_outputs)
     try:

@@ -111,13 +111,10 @@ def _split_of(style_name: str, name: str, ndim: int) -> tuple[int, bool] | None:
 def plan_tensor_parallel(
     root: nn.Module, size: int, plan: Mapping[str, str] | None = None, *, without: Collection[str] = ()
 ) -> TensorPlan:
-    """Return the tensor plan of a model that is not sharded, or raise if it cannot be split; not collective.
+    """Return the plan of a model that is not sharded, for ``size`` ranks that share each layer; not collective.
 
-    Args:
-        root: the model; it is only read.
-        size: number of ranks that share each layer.
-        plan: styles by name, see [Note: tensor plans]; by default those of the transformers models in ``root``.
-        without: names of modules that are left out, because their experts are divided among ranks.
+    The styles are those of ``plan``, or else of the transformers models in ``root``; see [Note: tensor plans]. Modules
+    ``without`` are left out, because their experts are divided among ranks.
     """
     given = dict(plan) if plan is not None else plans_of_models(root, "tp_plan")
     left_out = {generic_name(clean(name)) for name in without}

@@ -39,11 +39,7 @@ SUMS_GRADIENTS = "replicated_with_grad_allreduce"
 
 
 def split_layers(root: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> dict[nn.Parameter, nn.Parameter]:
-    """Split the layers of a model in place; not collective: each rank keeps its part of the values.
-
-    Returns:
-        The new parameters by the old ones, for those that are split or replicated as DTensors.
-    """
+    """Split the layers of a full model in place; return the new DTensors by the old parameters; not collective."""
     modules = dict(root.named_modules())
     before = dict(root.named_parameters(remove_duplicate=False))
     new: dict[nn.Parameter, nn.Parameter] = {}
