@@ -42,6 +42,61 @@ from fsdp2_strategy.optim.accumulation import LossScale, accumulation_of
 PAGE = Path(__file__).parents[1] / "docs" / "coming_from_verl.md"
 LORA = {"lora_rank": 2, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"]}
 
+CALLED = {
+    "_build_lora_module": ("self", "module"),
+    "_build_lr_scheduler": ("self", "optimizer"),
+    "forward_step": ("self", "micro_batch", "loss_function", "forward_only"),
+    "get_data_parallel_group": ("self",),
+    "get_data_parallel_size": ("self",),
+}
+"""Methods of `FSDPEngineWithLMHead` that `StrategyEngine` calls, and their arguments."""
+
+OVERRIDDEN = {
+    "initialize": ("self",),
+    "_build_module": ("self",),
+    "train_mode": ("self", "kwargs"),
+    "eval_mode": ("self", "kwargs"),
+    "to": ("self", "device", "model", "optimizer", "grad"),
+    "forward_backward_batch": ("self", "data", "loss_function", "forward_only"),
+    "optimizer_zero_grad": ("self",),
+    "optimizer_step": ("self",),
+    "get_per_tensor_param": ("self", "layered_summon", "base_sync_done", "kwargs"),
+    "get_per_tensor_param_shard": ("self", "kwargs"),
+    "get_per_tensor_param_delta_shard": ("self", "kwargs"),
+    "save_checkpoint": ("self", "local_path", "hdfs_path", "global_step", "max_ckpt_to_keep", "kwargs"),
+    "load_checkpoint": ("self", "local_path", "hdfs_path", "del_local_after_load", "kwargs"),
+}
+"""Methods of `FSDPEngineWithLMHead` that `StrategyEngine` replaces, and their arguments."""
+
+INHERITED = (
+    "get_data_parallel_rank",
+    "infer_batch",
+    "is_mp_src_rank_with_outputs",
+    "is_optimizer_offload_enabled",
+    "is_param_offload_enabled",
+    "disable_adapter",
+    "lr_scheduler_step",
+    "prepare_model_inputs",
+    "prepare_model_outputs",
+    "train_batch",
+)
+"""Methods and properties of `FSDPEngineWithLMHead` that verl calls on `StrategyEngine`, and that stay verl's."""
+
+ATTRIBUTES = {
+    "__init__": (
+        "_autocast_dtype",
+        "_is_lora",
+        "_is_offload_optimizer",
+        "_is_offload_param",
+        "mode",
+        "use_remove_padding",
+    ),
+    "_build_module": ("_verl_strip_modules",),
+    "_build_model_optimizer": ("lr_scheduler", "module", "optimizer", "pass_packed_cu_seqlens"),
+}
+"""Attributes of `FSDPEngineWithLMHead` that `StrategyEngine` reads or sets, by the method of verl's that contains them;
+``_verl_strip_modules`` is an attribute of a model."""
+
 
 def metrics(output):
     return tu.get(output, "metrics")
@@ -741,13 +796,13 @@ def arguments(function):
 
 
 def test_the_names_of_verl_that_the_engine_relies_on_are_those_of_the_installed_version():
-    for name, expected in {**names.CALLED, **names.OVERRIDDEN}.items():
+    for name, expected in {**CALLED, **OVERRIDDEN}.items():
         assert arguments(getattr(FSDPEngineWithLMHead, name)) == expected, name
-    for method, attributes in names.ATTRIBUTES.items():
+    for method, attributes in ATTRIBUTES.items():
         code = getattr(FSDPEngineWithLMHead, method).__code__
         assert set(attributes) <= {*code.co_names, *map(str, code.co_consts)}, method
     own = {name for name in vars(StrategyEngine) if not name.startswith("__") and hasattr(FSDPEngineWithLMHead, name)}
-    assert own == set(names.OVERRIDDEN)
+    assert own == set(OVERRIDDEN)
     assert arguments(names.prepare_micro_batches)[:2] == ("data", "dp_group")
     assert "same_micro_num_in_dp" in arguments(names.prepare_micro_batches)
     assert arguments(names.postprocess_batch_func) == ("output_lst", "indices", "data")
@@ -766,7 +821,7 @@ def test_each_method_of_verls_engine_is_served():
     declared = {name for name, value in vars(BaseEngine).items() if not name.startswith("_") and callable(value)}
     declared |= {name for name, value in vars(BaseEngine).items() if isinstance(value, property)}
     own = {"prime_delta_snapshots"}  # calls get_per_tensor_param_shard, which raises
-    assert declared == ({*names.OVERRIDDEN, *names.INHERITED, *names.CALLED} | own) & declared
+    assert declared == ({*OVERRIDDEN, *INHERITED, *CALLED} | own) & declared
     for name in declared:
         inherited = getattr(StrategyEngine, name) is getattr(BaseEngine, name)
         assert not inherited or name in {"train_batch", "infer_batch", *own}, name

@@ -6,6 +6,7 @@ of the package uses such a name (tests/test_internals.py checks it).
 
 from __future__ import annotations
 
+import contextvars
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -104,18 +105,22 @@ def drop_casts_of_embeddings(model: nn.Module) -> None:
                 del module._forward_hooks[key]
 
 
-def wrap_checkpointing(block: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the function with which transformers checkpoints a block, once, if checkpointing is enabled.
+def recompute_in_context(block: Any) -> None:
+    """Make backward recompute a block with the context variables of its forward, if transformers checkpoints it."""
+    checkpoint = getattr(block, "_gradient_checkpointing_func", None)
+    if checkpoint is None or getattr(checkpoint, "is_wrapped", False):
+        return
 
-    Args:
-        block: a block.
-        wrap: returns the new function for the present one.
-    """
-    present = getattr(block, "_gradient_checkpointing_func", None)
-    if present is not None and not getattr(present, "is_wrapped", False):
-        new: Any = wrap(present)
-        new.is_wrapped = True
-        block._gradient_checkpointing_func = new
+    def checkpoint_in_context(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        context = contextvars.copy_context()
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return context.copy().run(forward, *args, **kwargs)
+
+        return checkpoint(run, *args, **kwargs)
+
+    checkpoint_in_context.is_wrapped = True  # type: ignore[attr-defined]
+    block._gradient_checkpointing_func = checkpoint_in_context
 
 
 # --- tensor parallelism ---------------------------------------------------------------------------------------------

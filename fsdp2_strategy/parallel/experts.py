@@ -33,7 +33,7 @@ from fsdp2_strategy.errors import ShardError, counted, some
 from fsdp2_strategy.hf.library_internals import ATTRIBUTES_OF_EXPERTS, dispatch_to_experts, parallel_styles
 from fsdp2_strategy.model.fsdp_state import class_name
 from fsdp2_strategy.model.names import clean, generic_name
-from fsdp2_strategy.parallel.tensor.plan import transformers_models
+from fsdp2_strategy.parallel.tensor.plan import plans_of_models
 from fsdp2_strategy.parallel.tensor.split import replaced_parameters
 
 OLDEST_TRANSFORMERS = "5.24"
@@ -42,12 +42,7 @@ _OF_MODULE, _OF_PARAMETER = "ep_dispatch_experts", "grouped_gemm"
 
 
 def plan_experts(root: nn.Module, size: int) -> dict[str, nn.Module]:
-    """Return the modules whose experts are divided among ``size`` ranks, by name; not collective.
-
-    Raises:
-        ShardError: transformers is too old, the model has no plan or one that is not supported, the ranks do not
-            divide the experts, or experts have adapters.
-    """
+    """Return the modules whose experts are divided among ``size`` ranks, by name; raise if they cannot be."""
     name = class_name(root)
     if dispatch_to_experts() is None:
         raise ShardError(
@@ -55,7 +50,7 @@ def plan_experts(root: nn.Module, size: int) -> dict[str, nn.Module]:
             f"ranks, expected version {OLDEST_TRANSFORMERS} or newer. Update transformers, or set "
             "expert_parallel_size=1."
         )
-    plan = expert_plan(root)
+    plan = plans_of_models(root, "ep_plan")
     modules = dict(root.named_modules())
     found = {each: m for each, m in modules.items() if plan.get(generic_name(clean(each))) == _OF_MODULE}
     if not found:
@@ -73,15 +68,6 @@ def plan_experts(root: nn.Module, size: int) -> dict[str, nn.Module]:
     for each, module in found.items():
         _check_module(each, module, plan, size)
     return found
-
-
-def expert_plan(root: nn.Module) -> dict[str, str]:
-    """Return the expert plans of the outermost transformers models in a model, with names from ``root``."""
-    return {
-        f"{prefix}.{key}" if prefix else key: style
-        for prefix, model in transformers_models(root).items()
-        for key, style in (getattr(model, "ep_plan", None) or {}).items()
-    }
 
 
 def _check_module(name: str, module: nn.Module, plan: Mapping[str, str], size: int) -> None:
@@ -102,16 +88,7 @@ def _check_module(name: str, module: nn.Module, plan: Mapping[str, str], size: i
 def divide_experts(
     modules: Mapping[str, nn.Module], mesh: DeviceMesh, layer_mesh: DeviceMesh
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Divide the experts of modules in place; not collective: each rank keeps its own experts.
-
-    Args:
-        modules: the modules of `plan_experts`.
-        mesh: the axis "ep" of a mesh from `expert_mesh`.
-        layer_mesh: the axis "tp" of the model's mesh, or a mesh of this rank alone.
-
-    Returns:
-        The new parameters by the old ones.
-    """
+    """Divide the experts of the modules of `plan_experts` in place; return the new parameters by the old ones."""
     new: dict[nn.Parameter, nn.Parameter] = {}
     style = parallel_styles()[_OF_PARAMETER]
     for each in modules.values():

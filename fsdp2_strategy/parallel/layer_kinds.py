@@ -67,14 +67,7 @@ def names_layers(name: str) -> bool:
 
 
 def choose_values(name: str, value: Any, layers: list[int], count: int) -> Any:
-    """Return the value of an attribute for a model that has only some of the layers.
-
-    Args:
-        name: name of the attribute.
-        value: a list, or a number of layers; lists that do not describe layers are returned as they are.
-        layers: indices of the chosen layers, in order.
-        count: number of layers of the original model.
-    """
+    """Return the value of an attribute for a model that has only the ``layers`` of these indices, of ``count``."""
     if value is None:
         return None
     if name == _SOURCE_LAYERS:

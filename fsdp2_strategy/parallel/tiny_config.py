@@ -61,16 +61,10 @@ _SIZES_OF_OTHERS = re.compile(".*(text|lm|out|proj|adapter|global).*")
 
 
 def tiny_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Copy a configuration with small sizes and the same structure; not collective.
+    """Copy the configuration of a causal or image-text language model with small sizes and the same structure.
 
     Kept are the class, all flags, the numbers of heads (up to `MAX_HEADS`), one layer of each kind and at least two
     layers, up to `MAX_EXPERTS` experts, windows (of `WINDOW` tokens), the kind of rotary scaling, and tied embeddings.
-
-    Args:
-        config: configuration of a causal or image-text language model.
-
-    Raises:
-        ConfigError: the configuration class rejects the small sizes.
 
     >>> from transformers import Qwen2Config
     >>> tiny = tiny_config(Qwen2Config())
@@ -315,10 +309,7 @@ def _divisor(heads: int, kv_heads: int) -> int:
 def _attribute_map(model_type: str | None) -> dict[str, str]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: PLC0415
 
-    attributes: dict[str, str] = (
-        CONFIG_MAPPING[model_type].attribute_map if model_type and model_type in CONFIG_MAPPING else {}
-    )
-    return attributes
+    return dict(CONFIG_MAPPING[model_type].attribute_map) if model_type and model_type in CONFIG_MAPPING else {}
 
 
 def _found(values: dict[str, Any], name: str) -> list[Any]:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,52 +93,38 @@ def find_vision_encoder(model: nn.Module) -> VisionEncoder | None:
 
 
 def add_hooks(model: nn.Module, encoder: VisionEncoder, mixed_mm_data: MixedData | None) -> None:
-    """Register the hooks for ranks without images; see [Note: unequal ranks]."""
+    """Register the hooks for ranks without images on the sharded root; see [Note: unequal ranks]."""
     if mixed_mm_data == "dummy":
-        run_on_zeros(model, encoder)
+        dummy = _ZeroImages(encoder)
+        if encodes_images_before_forward(model):
+            # ``generate`` runs the vision encoder before the first forward pass. This must come before
+            # `BypassHooks.add_entry_points`, which wraps ``generate``, too.
+            model.generate = functools.partial(dummy.generate, model.generate)  # type: ignore[assignment, arg-type]
+        encoder.owner.register_forward_pre_hook(dummy.before_owner, with_kwargs=True)
+        encoder.embedding.register_forward_hook(dummy.after_embedding)
     else:
-        attach_graph(encoder)
+        encoder.embedding.register_forward_hook(functools.partial(_with_graph, [*encoder.owner.parameters()]))
     param_groups = {module_of(group): group for group in parameter_groups(model)}
     for group in param_groups.values():
-        skip_units_that_never_ran(group)
-    if mixed_mm_data == "replicate":
-        exclude_from_prefetch(param_groups[encoder.module])
-    add_zero_gradients(model, [param_groups[m] for m in (model, encoder.module) if m in param_groups])
-
-
-def skip_units_that_never_ran(param_group: Any) -> None:
-    """Register a hook that skips FSDP2's gradient accumulation on a rank where the unit never ran.
-
-    Without the hook, FSDP2 would fail there, because the unsharded parameters do not exist.
-    """
-    register_hook(param_group, "reduce", "units that never ran", _reduce_if_it_ran)
+        register_hook(group, "reduce", "units that never ran", _reduce_if_it_ran)
+    if mixed_mm_data == "replicate":  # the order of prefetching in backward must be the same on all ranks
+        register_hook(param_groups[encoder.module], "record forward order", "replicated encoder", lambda *_: None)
+    set_unequal_gradients(model)
+    around = functools.partial(_reduce_with_zeros, group_in_use())
+    for module in (model, encoder.module):
+        if module in param_groups:
+            register_hook(param_groups[module], "reduce", "unequal gradients", around)
 
 
 def _reduce_if_it_ran(param_group: Any, reduce: Callable[..., None], *unused: Any) -> None:
+    """Skip gradient accumulation where the unit never ran: FSDP2 would fail there without unsharded parameters."""
     if reduces_gradients(param_group) or any(unsharded_of(p) is not None for p in parameters_of(param_group)):
         reduce(*unused)
 
 
-def exclude_from_prefetch(param_group: Any) -> None:
-    """Exclude a unit from FSDP2's backward prefetching, whose order must be the same on all ranks."""
-    register_hook(param_group, "record forward order", "replicated encoder", lambda *_: None)
-
-
-def add_zero_gradients(model: nn.Module, param_groups: Iterable[Any]) -> None:
-    """Register hooks that add zero gradients, before a reduction, for parameters that only other ranks used.
-
-    Args:
-        model: the sharded root. After this call, `may_have_unequal_gradients` returns True for it.
-        param_groups: the ``FSDPParamGroup`` of each unit whose parameters may be used on some ranks only.
-    """
-    set_unequal_gradients(model)
-    around = functools.partial(_reduce_with_zeros, group_in_use())
-    for param_group in param_groups:
-        register_hook(param_group, "reduce", "unequal gradients", around)
-
-
 @torch.no_grad()
 def _reduce_with_zeros(process_group: Any, param_group: Any, reduce: Callable[..., None], *unused: Any) -> None:
+    """Add zero gradients, before a reduction, for parameters that only other ranks used."""
     trained = [p for p in parameters_of(param_group) if shard_of(p).requires_grad]
     if reduces_gradients(param_group) and trained:
         own = torch.tensor([has_unreduced_gradient(p) for p in trained], dtype=torch.uint8, device=control_device())
@@ -157,40 +143,18 @@ def _reduce_with_zeros(process_group: Any, param_group: Any, reduce: Callable[..
     reduce(*unused)
 
 
-def attach_graph(encoder: VisionEncoder) -> None:
-    """Register a hook that makes the text embeddings require gradients, even if only the vision encoder is trained.
+def _with_graph(
+    parameters: Sequence[nn.Parameter], _module: nn.Module, _inputs: object, output: torch.Tensor
+) -> torch.Tensor:
+    """Make the text embeddings require gradients, even if only the vision encoder is trained.
 
     Otherwise the loss of a rank without images has no autograd graph. Its backward would raise an error, and the
     other ranks would wait for its reductions.
     """
-    encoder.embedding.register_forward_hook(functools.partial(_with_graph, [*encoder.owner.parameters()]))
-
-
-def _with_graph(
-    parameters: Sequence[nn.Parameter], _module: nn.Module, _inputs: object, output: torch.Tensor
-) -> torch.Tensor:
     if output.requires_grad or not torch.is_grad_enabled() or not any(p.requires_grad for p in parameters):
         return output
     attached: torch.Tensor = _AttachGraph.apply(output, output.new_zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
     return attached
-
-
-def run_on_zeros(model: nn.Module, encoder: VisionEncoder) -> None:
-    """Register hooks that run the vision encoder equally often on all ranks; see [Note: unequal ranks].
-
-    Args:
-        model: the root. `BypassHooks.add_entry_points` must not have wrapped its ``generate`` yet.
-        encoder: the vision encoder of the model.
-
-    Raises:
-        ShardError: an image of zeros cannot be made from the configuration of the vision encoder.
-    """
-    dummy = _ZeroImages(encoder)
-    if encodes_images_before_forward(model):
-        # ``generate`` runs the vision encoder before the first forward pass.
-        model.generate = functools.partial(dummy.generate, model.generate)  # type: ignore[assignment, arg-type]
-    encoder.owner.register_forward_pre_hook(dummy.before_owner, with_kwargs=True)
-    encoder.embedding.register_forward_hook(dummy.after_embedding)
 
 
 class _ZeroImages:
@@ -231,7 +195,14 @@ class _ZeroImages:
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._process_group)
         if most and not self._was_tried:
             with all_or_none(f"run {self._encoder.name} on an image of zeros", ShardError), torch.no_grad():
-                self._try()
+                try:
+                    self._run()
+                except Exception as error:
+                    raise ShardError(
+                        f"cannot run {self._encoder.name} on an image of zeros: {type(self._encoder.owner).__name__} "
+                        f"raised {type(error).__name__}: {error}, expected features. Use mixed_mm_data='root' or "
+                        "'replicate'."
+                    ) from error
             self._was_tried = True
         return int(most) - own
 
@@ -243,15 +214,6 @@ class _ZeroImages:
         missing, self._missing_runs = self._missing_runs, 0
         features = [leaf for _ in range(missing) for leaf in self._run() if leaf.requires_grad]
         return _AttachGraph.apply(embedded, *features) if features else embedded  # type: ignore[no-untyped-call]
-
-    def _try(self) -> None:
-        try:
-            self._run()
-        except Exception as error:
-            raise ShardError(
-                f"cannot run {self._encoder.name} on an image of zeros: {type(self._encoder.owner).__name__} raised "
-                f"{type(error).__name__}: {error}, expected features. Use mixed_mm_data='root' or 'replicate'."
-            ) from error
 
     def _run(self) -> list[torch.Tensor]:
         """Return the features of an image of zeros; the RNG state stays unchanged."""

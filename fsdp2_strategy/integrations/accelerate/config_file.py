@@ -26,11 +26,7 @@ _DEFAULT_MIN_UNIT_PARAMS = 100_000_000  # the launcher's default
 
 
 def fields_of(path: str | Path) -> dict[str, Any]:
-    """Return the fields of StrategyConfig that accelerate's file sets; log the differences from accelerate on rank 0.
-
-    Raises:
-        ConfigError: the file is missing or malformed, or a key or value is invalid or not supported.
-    """
+    """Return the fields of StrategyConfig that accelerate's file sets; log on rank 0 what differs from accelerate."""
     try:
         settings = {name: value for name, value in _flatten(read_mapping(path)).items() if value is not None}
         ignored = _ignored(settings)

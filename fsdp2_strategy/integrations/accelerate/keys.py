@@ -109,11 +109,6 @@ def _texts(value: object) -> Sequence[str]:
     raise UnreadableError("a string or a list of strings")
 
 
-def unchanged(value: object) -> object:
-    """Return the value without parsing it."""
-    return value
-
-
 @dataclass(frozen=True)
 class Key:
     """The meaning of a key; see [Note: keys]."""
@@ -121,7 +116,7 @@ class Key:
     kind: Kind
     text: str = ""
     """What the key configures, what replaces it, or what to do if it is refused."""
-    read: Callable[[object], Any] = unchanged
+    read: Callable[[object], Any] = lambda value: value
     """Function that parses the value in the file, or raises `UnreadableError` if it does not accept the value."""
     sets: str | None = None
     """The field of StrategyConfig that is set to the parsed value."""
@@ -172,10 +167,12 @@ TOP: Mapping[str, Key] = {
     "num_processes": Key("launcher", "with HYBRID_SHARD on several machines, also determines `shard_size`", integer),
     "num_machines": Key("launcher", "with HYBRID_SHARD, also determines `shard_size`", integer),
     **dict.fromkeys(
-        ("machine_rank", "gpu_ids", "main_process_ip", "main_process_port", "rdzv_backend", "same_network"),
+        (
+            *("machine_rank", "gpu_ids", "main_process_ip", "main_process_port", "rdzv_backend", "same_network"),
+            "main_training_function",
+        ),
         Key("launcher"),
     ),
-    "main_training_function": Key("launcher"),
     "use_cpu": Key(
         "launcher",
         "true is refused if there is a CUDA device, because the device would be used anyway",

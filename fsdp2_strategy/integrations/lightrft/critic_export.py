@@ -46,10 +46,8 @@ def _wraps_one_model(model: nn.Module) -> bool:
 def save_critic(model: nn.Module, tokenizer: Any = None, output_dir: str | Path | None = None, **kwargs: Any) -> None:
     """Write a critic as a folder whose backbone ``from_pretrained`` loads; collective.
 
-    The backbone's weights have their Hugging Face names. All other tensors of the critic are written to
-    ``value_head.safetensors``, under the critic's names (``score.weight``), in their own dtype.
-
-    Arguments and errors are those of `save_model`.
+    All other tensors of the critic are written to ``value_head.safetensors``, under the critic's names
+    (``score.weight``), in their own dtype. Arguments and errors are those of `save_model`.
     """
     root = unwrap_model(model)
     reshard(root)

@@ -6,7 +6,7 @@ Input: prompts as token ids, or as texts with images and videos. Output: one `Ge
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -31,34 +31,25 @@ class Generation:
 
 
 def prompts_with_media(
-    prompts: Sequence[str],
-    images: Sequence[Any] | None,
+    all_prompts: Sequence[str],
+    all_images: Sequence[Any] | None,
     images_num: Sequence[int] | None,
-    videos: Sequence[Any] | None,
+    all_videos: Sequence[Any] | None,
     videos_num: Sequence[int] | None,
 ) -> list[dict[str, Any]]:
-    """Combine each prompt with its images and videos; not collective.
+    """Return for each prompt a dict with "prompt" and, for images or videos, "multi_modal_data"; not collective.
 
-    Args:
-        prompts: texts. In a text without images and videos, their placeholders are removed.
-        images: for each prompt a list of its images; or the images of all prompts in one list.
-        images_num: number of images of each prompt; None for no images.
-        videos: as ``images``.
-        videos_num: as ``images_num``.
-
-    Returns:
-        For each prompt a dict with "prompt" and, if it has images or videos, "multi_modal_data": a dict of the lists
-        "image" and "video".
+    Images are a list for each prompt, or those of all prompts in one list; ``images_num`` counts those of each prompt.
+    In a text without images and videos, their placeholders are removed.
     """
-    images_of = _split(images, images_num, len(prompts))
-    videos_of = _split(videos, videos_num, len(prompts))
+    images_of = _split(all_images, images_num, len(all_prompts))
+    videos_of = _split(all_videos, videos_num, len(all_prompts))
     inputs: list[dict[str, Any]] = []
-    for prompt, own_images, own_videos in zip(prompts, images_of, videos_of, strict=True):
+    for prompt, own_images, own_videos in zip(all_prompts, images_of, videos_of, strict=True):
         media = {name: own for name, own in (("image", own_images), ("video", own_videos)) if own}
-        if media:
-            inputs.append({"prompt": prompt, "multi_modal_data": media})
-        else:
-            inputs.append({"prompt": _PLACEHOLDERS.sub("", prompt)})
+        inputs.append(
+            {"prompt": prompt, "multi_modal_data": media} if media else {"prompt": _PLACEHOLDERS.sub("", prompt)}
+        )
     return inputs
 
 
@@ -66,7 +57,7 @@ def _split(media: Sequence[Any] | None, counts: Sequence[int] | None, prompt_cou
     """Return the images (or videos) of each prompt, from a list of lists or one list of all."""
     if media is None or counts is None:
         return [[] for _ in range(prompt_count)]
-    split: list[list[Any]] = []
+    split = []
     start = 0
     for index, count in enumerate(counts):
         given = media[index] if index < len(media) else None
@@ -86,13 +77,7 @@ def generate(
 ) -> list[Generation]:
     """Call an engine with prompts as token ids, or with texts and images; not collective.
 
-    An engine of the type "vllm" is called as ``generate(sampling_params=, prompts=, use_tqdm=False)``. Any other is
-    called as SGLang is: ``generate(sampling_params=, input_ids=, image_data=None)`` or ``generate(sampling_params=,
-    prompt=, image_data=)``, and returns a list of dicts with "output_ids".
-
-    Raises:
-        RolloutError: both or none of ``token_ids`` and ``inputs`` are given; the engine does not return one output for
-            each prompt; or a prompt has a video, and the engine is not of the type "vllm".
+    An engine of the type "vllm" is called as vLLM is, any other as SGLang is, which returns dicts with "output_ids".
     """
     if (token_ids is None) == (inputs is None):
         given = "neither" if token_ids is None else "both"
@@ -143,32 +128,16 @@ def gather_lists(items: list[T], group: dist.ProcessGroup) -> list[list[T]]:
 
 
 class LengthStatistics:
-    """Summarize the lengths of generated outputs over all ranks.
+    """Summarize the lengths of outputs in each ``every``-th step; the group has one rank of each engine."""
 
-    Args:
-        group: one rank of each engine, so that no output is counted twice.
-        every: collect in each ``every``-th step; in each step if it is not positive.
-        percentiles: the percentiles to compute.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, every: int = -1, percentiles: Iterable[int] = (50, 80)) -> None:
+    def __init__(self, group: dist.ProcessGroup, every: int) -> None:
         self.group = group
         self.every = every
-        self.percentiles = tuple(percentiles)
         self.lengths_of_step: dict[int, list[int]] = {}
         """The lengths of all outputs, for the steps in which they were collected."""
 
     def collect(self, outputs: Sequence[Generation], step: int) -> dict[str, Any] | None:
-        """Return statistics of the lengths, or None if they are not collected in this step; collective over the group.
-
-        Args:
-            outputs: the outputs of this rank's engine.
-            step: number of the generation.
-
-        Returns:
-            "total_samples", "min_length", "max_length", "mean_length", "median_length" in tokens, and "percentiles", a
-            dict by percentile.
-        """
+        """Return statistics of lengths in tokens; None in a step that collects none; collective over the group."""
         if self.every > 0 and step % self.every:
             return None
         of_ranks = gather_lists([len(output.output_token_ids) for output in outputs], self.group)
@@ -183,5 +152,5 @@ class LengthStatistics:
             "max_length": int(values.max()),
             "mean_length": float(values.mean()),
             "median_length": float(np.median(values)),
-            "percentiles": {at: round(float(np.percentile(values, at))) for at in self.percentiles},
+            "percentiles": {at: round(float(np.percentile(values, at))) for at in (50, 80)},
         }

@@ -33,16 +33,9 @@ _OF_TOKENS = ("logits", "last_hidden_state", "hidden_states", "attentions")
 
 
 class SequenceParallelData:
-    """Distribute samples over the ranks that share sequences.
+    """Distribute samples over the ranks that share sequences (``sp_group``, in their order); None: keep them.
 
-    Args:
-        group: the ranks that share sequences, in their order; None if each rank has its own.
-
-    Attributes:
-        sp_group: these ranks, or None.
-        sp_size: their number.
-        sp_rank: this rank's index among them.
-        is_used: whether `preprocess` was called.
+    ``is_used`` says whether `preprocess` was called.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -56,11 +49,7 @@ class SequenceParallelData:
         return [sample for own in gather_lists(data, self.sp_group) for sample in own] if self.sp_group else data
 
     def postprocess(self, data: list[T]) -> list[T]:
-        """Return the samples that this rank keeps: an equal part; collective if ranks share sequences.
-
-        Raises:
-            SequenceError: on every rank: the number of samples is not a multiple of the number of ranks.
-        """
+        """Return the equal part of the samples that this rank keeps; collective if ranks share sequences."""
         if self.sp_size == 1:
             return data
         with all_or_none("divide samples between ranks that share sequences", SequenceError):
@@ -83,10 +72,6 @@ def split_within_forward(wrapper: nn.Module, shard_sequence: Callable[[Mapping[s
 
     The ranks that share sequences then compute the same loss. Its gradients are right, because the gather sums them
     over these ranks, and the reduction of gradients divides by their number.
-
-    Args:
-        wrapper: an actor or critic, prepared for split sequences; `takes_actions` is true for it.
-        shard_sequence: returns this rank's part of a batch; collective.
     """
     model = inner_model(wrapper)
     names_of_wrapper = tuple(inspect.signature(wrapper.forward).parameters)

@@ -63,16 +63,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def settings_of(args: object, **settings: Any) -> StrategyConfig:
-    """Return the configuration for LightRFT's arguments.
-
-    Args:
-        args: a namespace or mapping; None for LightRFT's defaults.
-        **settings: fields of `StrategyConfig` that override ``args``.
-
-    Raises:
-        ConfigError: ``args.fsdp`` is false, a value is not valid, or an option requests a capability that this package
-            lacks.
-    """
+    """Return the configuration for LightRFT's arguments, a namespace or mapping; ``settings`` override them."""
     given = dict(args) if isinstance(args, Mapping) else {} if args is None else vars(args)
     if not given.get("fsdp", True):
         raise ConfigError(
@@ -85,11 +76,7 @@ def settings_of(args: object, **settings: Any) -> StrategyConfig:
 
 
 def with_options(config: StrategyConfig) -> StrategyConfig:
-    """Return a copy of a configuration in which each of `OPTIONS` has a value.
-
-    Raises:
-        ConfigError: ``tensor_parallel_size`` is above 1.
-    """
+    """Return a copy of a configuration in which each of `OPTIONS` has a value."""
     if config.tensor_parallel_size > 1:
         raise ConfigError(
             f"cannot make a strategy: tensor_parallel_size is {config.tensor_parallel_size}, expected 1, because "

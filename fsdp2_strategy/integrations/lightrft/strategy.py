@@ -214,24 +214,10 @@ class LightRFTStrategy(FSDPV2Strategy):
                 "cannot generate: there is no inference engine on this rank, expected one. Call "
                 "setup_inference_engine first."
             )
-        return generate(
-            self.inference_engine,
-            self.inference_engine_type,
-            sampling_params,
-            token_ids=prompt_token_ids,
-            inputs=multi_modal_inputs,
-        )
+        engine, kind = self.inference_engine, self.inference_engine_type
+        return generate(engine, kind, sampling_params, token_ids=prompt_token_ids, inputs=multi_modal_inputs)
 
-    @staticmethod
-    def _build_multimodal_inputs(
-        all_prompts: Sequence[str],
-        all_images: Sequence[Any] | None,
-        images_num: Sequence[int] | None,
-        all_videos: Sequence[Any] | None,
-        videos_num: Sequence[int] | None,
-    ) -> list[dict[str, Any]]:
-        """Combine prompts with their images and videos; see `generation.prompts_with_media`."""
-        return prompts_with_media(all_prompts, all_images, images_num, all_videos, videos_num)
+    _build_multimodal_inputs = staticmethod(prompts_with_media)
 
     @collective
     def gather_and_generate(
@@ -253,7 +239,7 @@ class LightRFTStrategy(FSDPV2Strategy):
             sampling_params: passed to the engine.
             all_prompt_token_ids: this rank's prompts as token ids.
             all_prompts: the same prompts as texts; used if there are images or videos.
-            all_images: for each prompt a list of its images; or the images of all prompts in one list. None, or a list
+            all_images: for each prompt a list of its images, or the images of all prompts in one list; None, or a list
                 of None, for prompts without images.
             sleep_engine: put the engine to sleep afterwards if ``enable_engine_sleep`` is true.
             images_num: number of images of each prompt.
@@ -275,7 +261,10 @@ class LightRFTStrategy(FSDPV2Strategy):
         of_ranks = gather_lists(own, self.engine_mp_group)
         with all_or_none("generate", RolloutError):
             shared = [prompt for prompts in of_ranks for prompt in prompts]
-            generated = self._generate_on_engine(sampling_params, shared, has_media=has_media)
+            token_ids, inputs = (None, shared) if has_media else (shared, None)
+            generated = None  # another rank has the engine
+            if self.inference_engine is not None or dist.get_world_size(self.engine_mp_group) == 1:
+                generated = self.engine_generate_local(sampling_params, token_ids, inputs)
         with all_or_none("generate", RolloutError):
             outputs = _outputs_of_group(generated, self.engine_mp_group)
         start = sum(map(len, of_ranks[: dist.get_rank(self.engine_mp_group)]))
@@ -290,15 +279,6 @@ class LightRFTStrategy(FSDPV2Strategy):
             log("lengths of generation %d: %s", self._generations, statistics)
         self._generations += 1
         return mine
-
-    def _generate_on_engine(
-        self, sampling_params: Any, prompts: list[Any], *, has_media: bool
-    ) -> list[Generation] | None:
-        """Generate for the prompts of all ranks of the engine; return None if another rank has the engine."""
-        if self.inference_engine is None and dist.get_world_size(self.engine_mp_group) > 1:
-            return None
-        token_ids, inputs = (None, prompts) if has_media else (prompts, None)
-        return self.engine_generate_local(sampling_params, token_ids, inputs)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -362,11 +342,7 @@ class LightRFTStrategy(FSDPV2Strategy):
 
 
 def _engine_groups(size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Return the group of ranks that share this rank's engine, and the group of one rank of each engine; collective.
-
-    Raises:
-        ConfigError: ``size`` does not divide the number of ranks.
-    """
+    """Return the group of ranks that share this rank's engine, and that of one rank of each engine; collective."""
     ranks = ranks_of(group_in_use())
     if not isinstance(size, int) or size < 1 or len(ranks) % size:
         raise ConfigError(
@@ -379,11 +355,7 @@ def _engine_groups(size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 
 
 def _outputs_of_group(outputs: list[Generation] | None, group: dist.ProcessGroup) -> list[Generation]:
-    """Return the outputs of the first rank of a group that has them; collective over the group.
-
-    Raises:
-        RolloutError: on the group's ranks: no rank has outputs.
-    """
+    """Return the outputs of the first rank of a group that has them; collective over the group."""
     if dist.get_world_size(group) == 1:
         return outputs or []
     found = [own for (own,) in gather_lists([outputs], group) if own is not None]

@@ -45,11 +45,7 @@ class TrainerStrategy(FSDPV2Strategy):
         accumulation.declared = micro_batches
 
     def use_optimizer(self, model: nn.Module, optimizer: Optimizer) -> Optimizer:
-        """Use an optimizer over the sharded parameters of a model, for steps and checkpoints; not collective.
-
-        Returns:
-            The optimizer; with ``use_mp_opt``, one that keeps fp32 master weights.
-        """
+        """Return the optimizer over a model's sharded parameters that steps and checkpoints use; not collective."""
         split_groups(optimizer)
         if self.config.use_mp_opt:
             optimizer = FSDPadaptOptimizer(optimizer)
@@ -72,14 +68,11 @@ class ShardingAccelerator(Accelerator):  # type: ignore[misc]
         # The strategy casts to half precision and scales losses; accelerate must not do so again.
         super().__init__(**options | {"mixed_precision": "no"})
         self.sample_order = SampleOrder()
-        self._prepared: WeakSet[nn.Module] = WeakSet()  # accelerate forgets its models when training begins
+        self.prepared: WeakSet[nn.Module] = WeakSet()  # accelerate forgets its models when training begins
+        """The sharded models, without wrappers."""
 
     def attach(self, strategy: TrainerStrategy, trained_model: Callable[[], nn.Module]) -> None:
-        """Set the strategy, and the function that returns the model that is trained.
-
-        Raises:
-            ConfigError: the environment makes accelerate shard models, too.
-        """
+        """Set the strategy, and the function that returns the trained model; raise if accelerate shards models, too."""
         for plugin in ("fsdp_plugin", "deepspeed_plugin"):
             if getattr(self.state, plugin, None) is not None:
                 raise ConfigError(
@@ -93,17 +86,16 @@ class ShardingAccelerator(Accelerator):  # type: ignore[misc]
     ) -> nn.Module:
         """Shard a model; collective.
 
-        The trainer's own model is prepared for training, even if it is evaluated first. Others, such as reference and
-        reward models, are prepared for inference.
+        The trainer's own model is prepared for training, even if it is evaluated first; others, such as reference and
+        reward models, for inference.
         """
-        del device_placement, evaluation_mode
         is_trained = model is self.trained_model() and any(p.requires_grad for p in model.parameters())
         if is_trained:
             check_exportable_prompts(model)  # before hours of training, and not at the first save
             if not (self.strategy.config.bf16 or self.strategy.config.fp16):
                 drop_casts_of_embeddings(model)  # to the dtype that the blocks had: they train in fp32
         self.strategy.prepare_model(model, is_training=is_trained)
-        self._prepared.add(unwrap_model(model))
+        self.prepared.add(unwrap_model(model))
         if not any(model is other for other in self._models):
             self._models.append(model)
         return model
@@ -115,17 +107,9 @@ class ShardingAccelerator(Accelerator):  # type: ignore[misc]
         after a pass without a backward pass.
         """
         trained = unwrap_model(self.trained_model())
-        for model in self.prepared_models():
+        for model in list(self.prepared):
             if model is not trained:
                 reshard(model)
-
-    def prepared_models(self) -> list[nn.Module]:
-        """Return the sharded models, without wrappers; not collective."""
-        return list(self._prepared)
-
-    def has_prepared(self, model: nn.Module) -> bool:
-        """Return whether `prepare_model` has sharded a model; not collective."""
-        return unwrap_model(model) in self._prepared
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """Prepare a loader as accelerate does; the order of its samples is continued by a resume; not collective."""
@@ -135,7 +119,6 @@ class ShardingAccelerator(Accelerator):  # type: ignore[misc]
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
         """Return the optimizer with a ``step`` that calls the strategy; not collective."""
-        del device_placement
         if not isinstance(optimizer, SteppingOptimizer):
             optimizer = SteppingOptimizer(optimizer, self)
         if not any(optimizer is other for other in self._optimizers):
@@ -147,11 +130,7 @@ class ShardingAccelerator(Accelerator):  # type: ignore[misc]
         self.strategy.backward(loss, self.trained_model())
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        """Clip the gradients of the trained model, and return their global norm before; collective.
-
-        Raises:
-            ConfigError: ``norm_type`` is not 2.
-        """
+        """Clip the gradients of the trained model, and return their global norm before; collective."""
         if norm_type != 2:
             raise ConfigError(f"cannot clip gradients: norm_type is {norm_type}, expected 2. Leave it out.")
         norm = self.strategy.clip_grad_norm(self.trained_model(), 0.0 if math.isinf(max_norm) else max_norm)
@@ -163,11 +142,7 @@ class ShardingAccelerator(Accelerator):  # type: ignore[misc]
         yield
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Raise: the full parameters are never gathered.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Raise: the full parameters are never gathered."""
         raise ConfigError(
             "cannot gather a state dict: the model is sharded, expected a save without a gather. Call "
             "trainer.save_model(folder) on every rank."
@@ -182,11 +157,7 @@ class SteppingOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self._accelerator = accelerator
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """Take the optimizer step of the micro-batches since the last one; collective.
-
-        Raises:
-            ConfigError: a closure was passed.
-        """
+        """Take the optimizer step of the micro-batches since the last one; collective."""
         if closure is not None:
             raise ConfigError("cannot step: a closure was passed, expected none. Leave it out.")
         accelerator = self._accelerator

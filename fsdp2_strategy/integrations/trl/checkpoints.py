@@ -29,18 +29,7 @@ _SAMPLES = "samples_per_step"
 
 
 def save_checkpoint(trainer: Any, run_dir: Path) -> Path:
-    """Save a checkpoint of a trainer, and delete older ones, as ``save_total_limit`` and ``max_mem`` say; collective.
-
-    Args:
-        trainer: an `FSDP2Trainer`.
-        run_dir: directory of the run's checkpoints.
-
-    Returns:
-        The checkpoint's directory. With ``async_save``, it exists only after the write has finished.
-
-    Raises:
-        CheckpointError: see `FSDPV2Strategy.save_ckpt`.
-    """
+    """Save a checkpoint, and delete older ones; return its path, where a background save ends later; collective."""
     args, state, settings = trainer.args, trainer.state, trainer.fsdp2_settings
     trainer.store_flos()
     tag = f"checkpoint-{state.global_step}"
@@ -91,9 +80,6 @@ def newest_checkpoint(run_dir: Path) -> str | None:
     """Return the checkpoint of a directory that was saved last, whatever its number; None if there is none; collective.
 
     A run that was resumed from an earlier step saves lower numbers than those that it left behind.
-
-    Raises:
-        DamageError: on every rank: there are only checkpoints without a valid manifest.
     """
     with all_or_none(f"resume from {run_dir}", DamageError):
         path = newest_committed(run_dir) if is_rank_0() else None
@@ -101,11 +87,7 @@ def newest_checkpoint(run_dir: Path) -> str | None:
 
 
 def check_resumable(checkpoint: str) -> None:
-    """Raise unless a directory is a checkpoint that `save_checkpoint` wrote; collective.
-
-    Raises:
-        CheckpointError: on every rank.
-    """
+    """Raise on every rank unless a directory is a checkpoint that `save_checkpoint` wrote; collective."""
     if from_rank_0(is_checkpoint(Path(checkpoint)) if is_rank_0() else False):
         return
     raise CheckpointError(
@@ -128,11 +110,7 @@ def position_in_stream(checkpoint: str, args: Any) -> tuple[int, int]:
 
 
 def check_same_samples(trainer: Any, client_state: Mapping[str, Any], checkpoint: str) -> None:
-    """Raise if a step of the saved run had another number of samples, so that the position in the data would differ.
-
-    Raises:
-        CheckpointError: on every rank.
-    """
+    """Raise if a step of the saved run had another number of samples, so that the position in the data would differ."""
     saved, now = client_state.get(_SAMPLES), trainer.get_total_train_batch_size(trainer.args)
     if saved in (None, now) or trainer.args.ignore_data_skip:
         return

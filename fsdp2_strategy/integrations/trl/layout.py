@@ -46,13 +46,7 @@ class TrainerLayout(Layout):
         left_out: Container[str] | None,
         ema: Mapping[str, torch.Tensor] | None,
     ) -> ModelComponents:
-        """Lay out a model as transformers' ``Trainer`` does; collective.
-
-        Args:
-            root: the model.
-            paths: the checkpoint's paths.
-            left_out: see `Layout.components`; given for a model with adapters.
-            ema: averages of parameters, which the Trainer does not save.
+        """Lay out a model as transformers' ``Trainer`` does; collective; see `Layout.components`.
 
         Raises:
             CheckpointError: on every rank: the model trains other parameters in addition to its adapters.

@@ -50,12 +50,7 @@ class Settings:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Settings:
-        """Divide the options of `with_fsdp2` into settings of checkpoints and fields of `StrategyConfig`.
-
-        Raises:
-            ConfigError: an option is unknown, follows from an argument of the Trainer, or requests that ranks share
-                sequences.
-        """
+        """Divide the options of `with_fsdp2` into settings of checkpoints and fields of `StrategyConfig`."""
         own = {field.name for field in fields(cls)} - {"config"}
         config = {name: value for name, value in options.items() if name not in own}
         known = {field.name for field in fields(StrategyConfig)}
@@ -94,15 +89,7 @@ def strategy_config(args: Any, settings: Settings) -> StrategyConfig:
 
 
 def check_supported(args: Any, *, chooses_optimizer: bool) -> None:
-    """Raise if the arguments contradict sharding with this package, or request what it lacks.
-
-    Args:
-        args: ``TrainingArguments``.
-        chooses_optimizer: whether the optimizer follows from ``args.optim``.
-
-    Raises:
-        ConfigError: on every rank, since all have the same arguments.
-    """
+    """Raise if the arguments contradict sharding with this package, or request what it lacks."""
     requested = {
         "fsdp": bool(args.fsdp),
         "deepspeed": bool(args.deepspeed),

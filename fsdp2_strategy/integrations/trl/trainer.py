@@ -6,7 +6,9 @@ the logs and the callbacks remain the trainer's own.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
@@ -20,6 +22,7 @@ from transformers import Trainer
 from transformers.integrations.liger import apply_liger_kernel
 from transformers.trainer_utils import HubStrategy, has_length
 
+from fsdp2_strategy.checkpoint.directory import NOT_CHECKPOINTS
 from fsdp2_strategy.checkpoint.random_state import load_rng, rng_content
 from fsdp2_strategy.errors import ConfigError
 from fsdp2_strategy.hf.library_internals import resume_generations, set_weights_of_engine
@@ -33,9 +36,9 @@ from fsdp2_strategy.integrations.trl.checkpoints import (
     position_in_stream,
     save_checkpoint,
 )
-from fsdp2_strategy.integrations.trl.hub import uploads_of_saved_files
 from fsdp2_strategy.integrations.trl.settings import Settings, check_supported, strategy_config
 from fsdp2_strategy.model.fsdp_state import reshard
+from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.rollout.stream import stream_weights
 
 TrainerT = TypeVar("TrainerT", bound=Trainer)
@@ -80,7 +83,7 @@ class FSDP2Trainer(Trainer):
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """Apply Liger before an evaluation shards the model: the units depend on its forward; not collective."""
-        if self.args.use_liger_kernel and not training and not self.accelerator.has_prepared(model):
+        if self.args.use_liger_kernel and not training and unwrap_model(model) not in self.accelerator.prepared:
             apply_liger_kernel(model, self.args.liger_kernel_config)  # type: ignore[no-untyped-call]
         return super()._wrap_model(model, training=training, dataloader=dataloader)
 
@@ -124,7 +127,7 @@ class FSDP2Trainer(Trainer):
         try:
             return super().evaluation_loop(*args, **kwargs)
         finally:
-            for model in self.accelerator.prepared_models():
+            for model in list(self.accelerator.prepared):
                 reshard(model)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
@@ -146,12 +149,12 @@ class FSDP2Trainer(Trainer):
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Start to upload a checkpoint's model, and with some `hub_strategy` the checkpoint; rank 0 uploads."""
-        with uploads_of_saved_files():
+        with _uploads_of_saved_files():
             super()._push_from_checkpoint(checkpoint_folder)
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """Save the model to the output directory, and upload that; collective."""
-        with uploads_of_saved_files():
+        with _uploads_of_saved_files():
             return super().push_to_hub(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -262,3 +265,17 @@ def with_fsdp2(trainer_class: type[TrainerT], /, **options: Any) -> type[Trainer
     body = {"fsdp2_settings": Settings.of(options), "__module__": trainer_class.__module__}
     body["__doc__"] = trainer_class.__doc__
     return type(trainer_class.__name__, bases, body)
+
+
+@contextlib.contextmanager
+def _uploads_of_saved_files() -> Iterator[None]:
+    """Make the uploads of the Trainer that this block starts ignore the lock and uncommitted saves."""
+    trainer: Any = transformers.trainer
+    api = trainer.hf_api() if hasattr(trainer, "hf_api") else trainer  # before transformers 5.24, functions
+    upload = api.upload_folder
+
+    def upload_folder(*args: Any, ignore_patterns: Sequence[str] | None = None, **options: Any) -> Any:
+        return upload(*args, ignore_patterns=[*(ignore_patterns or ()), *NOT_CHECKPOINTS], **options)
+
+    with patch.object(api, "upload_folder", upload_folder):
+        yield

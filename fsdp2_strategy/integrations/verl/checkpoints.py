@@ -26,21 +26,10 @@ from fsdp2_strategy.optim.accumulation import accumulation_of
 
 
 def save(engine: Any, path: Path, *, step: int, max_num: int | None) -> None:
-    """Save a checkpoint in exactly this path, and delete older ones of this engine; collective.
+    """Save a checkpoint in exactly this path, and keep the newest ``max_num`` of this engine, or all; collective.
 
     Older ones are deleted after the commit, with ``async_save`` at the next save. As in rotation, they are renamed at
-    once, and a background thread deletes their files.
-
-    Args:
-        engine: the `StrategyEngine`.
-        path: the directory of the checkpoint.
-        step: verl's number of the step, which a load does not need.
-        max_num: maximum number of checkpoints that this engine keeps; None or 0 for no limit.
-
-    Raises:
-        ConfigError: on every rank: ``async_save`` in supervised fine-tuning.
-        CheckpointError: on every rank; see `save_checkpoint`. An older checkpoint that cannot be deleted is only
-            logged.
+    once, and a background thread deletes their files. One that cannot be deleted is only logged.
     """
     config = engine.checkpoint_config
     contents = set(config.save_contents)
@@ -111,7 +100,6 @@ def _delete_older(saved: list[Path], path: Path, max_num: int | None) -> None:
 
     `directory.delete_leftovers` misses these leftovers: in RLHF, verl saves each checkpoint in a folder of its own; in
     supervised fine-tuning, verl adds files to a checkpoint.
-
     """
     with all_or_none(f"delete checkpoints older than {path}", CheckpointError):
         if is_rank_0():
@@ -133,11 +121,7 @@ def _leftovers(path: Path) -> list[Path]:
 
 
 def load(engine: Any, path: Path) -> None:
-    """Load the selected contents of a checkpoint, saved on any number of ranks; collective.
-
-    Raises:
-        CheckpointError: on every rank: there is no checkpoint, or it lacks a selected content.
-    """
+    """Load the selected contents of a checkpoint, saved on any number of ranks; collective."""
     contents = set(engine.checkpoint_config.load_contents)
     trained = engine.optimizer is not None
     if trained:
@@ -158,11 +142,7 @@ def load(engine: Any, path: Path) -> None:
 
 
 def _check_contents(path: Path, selected: Collection[str]) -> None:
-    """Raise if a checkpoint lacks selected contents, before any of it is loaded; not collective.
-
-    Raises:
-        CheckpointError: the message names the contents.
-    """
+    """Raise if a checkpoint lacks selected contents, before any of it is loaded; not collective."""
     try:
         file = CheckpointPaths.found_in(path).state / TRAINER_STATE
         state = parse_state(read_small_file(file, STATE_BYTES), file, STATE_OF_ONLY_MODEL)
@@ -182,16 +162,7 @@ _KEYS = {"optimizer": "optimizer", "extra": "scheduler"}
 
 
 def local_path(path: str, hdfs_path: str | None, others: Collection[str]) -> Path:
-    """Return the path of a checkpoint.
-
-    Args:
-        path: the path that verl passes.
-        hdfs_path: a path on HDFS that verl passes.
-        others: names of further arguments.
-
-    Raises:
-        ConfigError: a path on HDFS or an unknown argument is given.
-    """
+    """Return the absolute path of a checkpoint; raise for a path on HDFS, and for arguments that verl 0.9 lacks."""
     if hdfs_path is not None:
         raise ConfigError(
             f"cannot save or load {path}: hdfs_path is {hdfs_path!r}, expected None, because only a local path is "

@@ -46,13 +46,7 @@ def param_dtype(engine: Any) -> torch.dtype:
 
 
 def strategy_config(model: Any, engine: Any, optimizer: Any) -> StrategyConfig:
-    """Return the configuration of the strategy.
-
-    Args:
-        model: verl's ``HFModelConfig``.
-        engine: verl's ``FSDPEngineConfig``.
-        optimizer: verl's ``FSDPOptimizerConfig``; None for an engine that does not train.
-    """
+    """Return the configuration of the strategy; ``optimizer`` is None for an engine that does not train."""
     dtype = param_dtype(engine)
     reduce_dtype = PrecisionType.to_dtype((engine.mixed_precision or {}).get("reduce_dtype", "fp32"))
     blocks = (engine.wrap_policy or {}).get("transformer_layer_cls_to_wrap") or ()
@@ -74,11 +68,7 @@ def strategy_config(model: Any, engine: Any, optimizer: Any) -> StrategyConfig:
 
 
 def check_supported(model: Any, engine: Any, optimizer: Any, checkpoint: Any) -> None:
-    """Raise if verl's configuration requests what this package lacks; not collective.
-
-    Raises:
-        ConfigError: on every rank, since all have the same configuration.
-    """
+    """Raise if verl's configuration requests what this package lacks."""
     policy = engine.wrap_policy or {}
     stored = PrecisionType.to_dtype(engine.model_dtype or "fp32")
     requested = {
@@ -110,11 +100,7 @@ def check_supported(model: Any, engine: Any, optimizer: Any, checkpoint: Any) ->
 
 
 def check_full_model(module: Any) -> None:
-    """Raise if verl removes modules of a model before it trains it; not collective.
-
-    Raises:
-        ConfigError: on every rank.
-    """
+    """Raise if verl removes modules of a model before it trains it."""
     if getattr(module, STRIPPED_MODULES, None):
         raise ConfigError(
             f"cannot use the engine {BACKEND!r}: verl removes modules of {type(module).__name__}, expected a model "

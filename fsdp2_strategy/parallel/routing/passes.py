@@ -20,7 +20,6 @@ checkpointing of transformers is wrapped, so that it does the same.
 
 from __future__ import annotations
 
-import contextvars
 import inspect
 import weakref
 from collections.abc import Callable, Mapping
@@ -34,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from fsdp2_strategy.errors import RolloutError
-from fsdp2_strategy.hf.library_internals import wrap_checkpointing
+from fsdp2_strategy.hf.library_internals import recompute_in_context
 from fsdp2_strategy.model.fsdp_state import class_name, original_class
 from fsdp2_strategy.model.state import is_measured_pass
 from fsdp2_strategy.sharding.activation_checkpointing import is_cache
@@ -78,11 +77,7 @@ class Batch:
 
     @classmethod
     def of(cls, root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
-        """Return what the arguments of a model's forward say.
-
-        Raises:
-            RolloutError: they contain neither input_ids nor inputs_embeds.
-        """
+        """Return what the arguments of a model's forward say; raise without input_ids and inputs_embeds."""
         # The forward of the instance may be replaced by one with other parameters.
         names = [name for name in inspect.signature(original_class(root).forward).parameters if name != "self"]
         given = dict(zip(names, args, strict=False)) | dict(kwargs)
@@ -120,22 +115,16 @@ class Pass(Protocol):
         """Raise an error if something was wrong in this pass."""
 
 
-_running: ContextVar[tuple[tuple[int, Pass], ...]] = ContextVar("routing_passes", default=())
-"""The passes that are running, and the key of the session of each."""
+_running: ContextVar[tuple[tuple[Session, Pass], ...]] = ContextVar("routing_passes", default=())
+"""The passes that are running, each with its session: so the hooks of the routers live as long."""
 
 
 class Session:
-    """Hooks that open a pass when the model runs, and intercept the choices of its routers.
-
-    Args:
-        root: the model whose forward is a pass.
-        routers: its routers by name.
-        open_pass: returns the pass for the batch of a forward.
-    """
+    """Hooks that open a pass when a model runs, and intercept the choices of its routers, which are given by name."""
 
     def __init__(self, root: nn.Module, routers: Mapping[str, Router], open_pass: Callable[[Batch], Pass]) -> None:
         self._handles: list[RemovableHandle] = []
-        self._passes: list[_Held] = []
+        self._passes: list[Pass] = []
         self._open_pass = open_pass
         self._root_handles = [
             root.register_forward_pre_hook(self._begin, with_kwargs=True),
@@ -143,7 +132,7 @@ class Session:
             root.register_forward_hook(self._end, always_call=True),
         ]
         for block in root.modules():
-            wrap_checkpointing(block, _recomputing_in_context)
+            recompute_in_context(block)
         for name, router in routers.items():
             self._handles += _intercept(id(self), name, router)
         weakref.finalize(self, _remove, self._handles)
@@ -155,9 +144,9 @@ class Session:
     def _begin(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_measured_pass():
             return
-        one = _Held(self._open_pass(Batch.of(root, args, kwargs)), self)
+        one = self._open_pass(Batch.of(root, args, kwargs))
         self._passes.append(one)
-        _running.set((*_running.get(), (id(self), one)))
+        _running.set((*_running.get(), (self, one)))
 
     def _check(self, _root: nn.Module, _args: object, _output: object) -> None:
         if self._passes and not is_measured_pass():
@@ -169,30 +158,13 @@ class Session:
             _running.set(tuple(entry for entry in _running.get() if entry[1] is not ended))
 
 
-@dataclass(frozen=True, eq=False)
-class _Held:
-    """A pass that keeps its session, and so the hooks of the routers, alive."""
-
-    wrapped: Pass
-    session: Session
-
-    def choose(self, name: str, scores: torch.Tensor, own: Any) -> Any:
-        return self.wrapped.choose(name, scores, own)
-
-    def groups(self, name: str, scores: torch.Tensor, count: int, experts: int) -> torch.Tensor | None:
-        return self.wrapped.groups(name, scores, count, experts)
-
-    def end(self) -> None:
-        self.wrapped.end()
-
-
 def _intercept(key: int, name: str, router: Router) -> list[RemovableHandle]:
     """Register the hooks of a router; they act on passes of the session with this key only."""
     active: list[ChoiceMode | None] = []
     kind = router.kind
 
     def enter(module: nn.Module, _args: object) -> None:
-        one = dict(_running.get()).get(key)
+        one = {id(session): each for session, each in _running.get()}.get(key)
         mode = None if one is None else ChoiceMode(name, kind, getattr(module, kind.experts_attribute or "", 0), one)
         active.append(mode)
         if mode is not None:
@@ -255,17 +227,3 @@ def topk_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[to
 def _cached_tokens(given: Mapping[str, Any]) -> int:
     cache = next((value for value in given.values() if is_cache(value)), None)
     return 0 if cache is None else int(cache.get_seq_length())
-
-
-def _recomputing_in_context(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a block run with the same context variables when backward runs it again."""
-
-    def checkpoint_in_context(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        context = contextvars.copy_context()
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return context.copy().run(forward, *args, **kwargs)
-
-        return checkpoint(run, *args, **kwargs)
-
-    return checkpoint_in_context

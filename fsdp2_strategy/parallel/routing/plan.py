@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fsdp2_strategy.errors import RolloutError
-from fsdp2_strategy.hf.library_internals import set_attention_implementations, set_experts_implementation
+from fsdp2_strategy.hf.library_internals import set_attention_implementations
 from fsdp2_strategy.hf.transformers_models import is_transformers_model
 from fsdp2_strategy.model.fsdp_state import class_name, original_class
 from fsdp2_strategy.parallel.routing.passes import Router, Session
@@ -33,21 +33,17 @@ from fsdp2_strategy.parallel.routing.routers import (
     without_routers,
 )
 from fsdp2_strategy.parallel.tiny_config import tiny_config
+from fsdp2_strategy.parallel.tiny_model import SEED, add_noise, build_tiny
 
 _NOISE = 0.1
 """Standard deviation of what is added to weights, so that routers choose different experts for different tokens."""
-_SEED = 0
 
 _plans: dict[tuple[type, str], RouterPlan] = {}
 """By model class and tiny configuration."""
 
 
 def routers_of(model: nn.Module, action: str) -> dict[str, Router]:
-    """Return the routers of a transformers model by name, in the order of its modules; not collective.
-
-    Raises:
-        RolloutError: the choices of this model cannot be intercepted; the message says why.
-    """
+    """Return the routers of a model by name, in the order of its modules; raise if they cannot be intercepted."""
     plan = plan_routers(model)
     if plan.refused:
         raise RolloutError(
@@ -83,7 +79,9 @@ def _plan(cls: type[nn.Module], config: Any) -> RouterPlan:
     for make, its_config in _tiny_models(cls, config):
         tiny = None
         try:
-            tiny = _tiny_model(make, its_config)
+            set_attention_implementations(its_config, "eager")
+            tiny = build_tiny(make, its_config, torch.float32)
+            _add_noise(tiny)
             plan = find_routers(tiny)
             problem = plan.refused or _problem_of_replay(tiny, plan)
             return RouterPlan(refused=problem) if problem else plan
@@ -97,7 +95,7 @@ def _plan(cls: type[nn.Module], config: Any) -> RouterPlan:
 
 def _tiny_models(cls: type[nn.Module], config: Any) -> Iterator[tuple[Callable[[Any], Any], Any]]:
     """Yield how to build a tiny model, and its configuration: the class itself, then its text model without a head."""
-    yield cls, config
+    yield cls, copy.deepcopy(config)
     text = config.get_text_config()
     if text is not config:  # some image-text models do not run without images
         from transformers import AutoModel  # noqa: PLC0415
@@ -105,22 +103,8 @@ def _tiny_models(cls: type[nn.Module], config: Any) -> Iterator[tuple[Callable[[
         yield AutoModel.from_config, text
 
 
-def _tiny_model(make: Callable[[Any], Any], config: Any) -> Any:
-    config = copy.deepcopy(config)
-    set_attention_implementations(config, "eager")
-    set_experts_implementation(config.get_text_config(), "eager")
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(_SEED)
-        tiny = make(config).float().eval()
-    _add_noise(tiny)
-    return tiny
-
-
 def _add_noise(model: nn.Module) -> None:
-    generator = torch.Generator().manual_seed(_SEED)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype), alpha=_NOISE)
+    add_noise(model, _NOISE, torch.Generator().manual_seed(SEED))
 
 
 # --- the trial --------------------------------------------------------------------------------------------------------
@@ -130,19 +114,19 @@ def _problem_of_replay(tiny: Any, plan: RouterPlan) -> str:
     """Return what is wrong when a tiny model replays choices; an empty text if nothing is."""
     ids, routers = tiny_batch(tiny, LENGTHS[0]), _routers(tiny, plan)
     expected = _values(tiny, ids)
-    own = _recorded(tiny, routers, ids)
+    _, own = _run(tiny, routers, ids)
     if own.layers.keys() != routers.keys():
         return "has routers that do not run in a forward pass"
-    rows = _recorded(tiny, routers, ids[1:])
+    _, rows = _run(tiny, routers, ids[1:])
     agreement = [(rows.layers[name] == own.layers[name][1:]).float().mean() for name in routers]
     if min(agreement) < 0.9:
         return "chooses experts for a sequence by the other sequences of the batch"
-    if not torch.equal(_replayed(tiny, routers, ids, own)[0], expected):
+    if not torch.equal(_run(tiny, routers, ids, own)[0], expected):
         return "computes other values with its own choices"
     other_model = copy.deepcopy(tiny)
     _add_noise(other_model)
-    other = _recorded(other_model, _routers(other_model, plan), ids)
-    values, replayed = _replayed(tiny, routers, ids, other)
+    _, other = _run(other_model, _routers(other_model, plan), ids)
+    values, replayed = _run(tiny, routers, ids, other)
     if any(not torch.equal(replayed.layers[name], other.layers[name]) for name in routers):
         return "chooses other experts than those that are replayed"
     if torch.equal(values, expected):
@@ -158,22 +142,13 @@ def _values(tiny: Any, ids: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def _recorded(tiny: Any, routers: Mapping[str, Router], ids: torch.Tensor) -> Routing:
-    recorder = Recorder(tiny)
-    session = Session(tiny, routers, recorder.open)
-    try:
-        _values(tiny, ids)
-    finally:
-        session.close()
-    return recorder.routing()
-
-
-def _replayed(
-    tiny: Any, routers: Mapping[str, Router], ids: torch.Tensor, routing: Routing
+def _run(
+    tiny: Any, routers: Mapping[str, Router], ids: torch.Tensor, routing: Routing | None = None
 ) -> tuple[torch.Tensor, Routing]:
-    """Return the values with replayed choices, and the choices that were recorded meanwhile."""
+    """Return the values and the choices of a pass, in which a routing is replayed if there is one."""
     recorder = Recorder(tiny)
-    sessions = [Session(tiny, routers, open_pass) for open_pass in (Replayer(tiny, routing).open, recorder.open)]
+    replays: list[Any] = [] if routing is None else [Replayer(tiny, routing).open]
+    sessions = [Session(tiny, routers, open_pass) for open_pass in (*replays, recorder.open)]
     try:
         values = _values(tiny, ids)
     finally:

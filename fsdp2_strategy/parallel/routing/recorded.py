@@ -40,9 +40,6 @@ class Routing:
     """[batch, length], bool, False for padding; None if no token is padding."""
 
     def __post_init__(self) -> None:
-        self._check()
-
-    def _check(self) -> None:
         shapes = {name: tuple(choices.shape) for name, choices in self.layers.items()}
         wrong = [name for name, shape in shapes.items() if len(shape) != 3 or shape[:2] != self.shape]
         if wrong:

@@ -27,7 +27,9 @@ class Replayer:
 
     def __init__(self, model: nn.Module, routing: Routing) -> None:
         self.model, self.routing = model, routing
-        self.largest = _largest(routing)
+        largest = torch.stack([choices.max().long() for choices in routing.layers.values()]).tolist()
+        self.largest = dict(zip(routing.layers, largest, strict=True))
+        """The largest index of each layer."""
         self.passes = 0
 
     def open(self, batch: Batch) -> _ReplayedPass:
@@ -60,9 +62,7 @@ class _ReplayedPass:
         mask = batch.attention_mask
         if mask is None:
             mask = torch.ones(batch.size, total, dtype=torch.bool, device=batch.device)
-        ids = batch.input_ids
-        if ids is not None and batch.past:
-            ids = None
+        ids = None if batch.past else batch.input_ids
         return self.routing.columns_for(ids, mask)[:, batch.past :]
 
     def choose(self, name: str, scores: torch.Tensor, own: Any) -> Any:
@@ -76,8 +76,7 @@ class _ReplayedPass:
 
     def groups(self, name: str, scores: torch.Tensor, count: int, experts: int) -> torch.Tensor | None:
         choices = self.routing.layers.get(name)
-        is_known = choices is not None and self.problem is None
-        if choices is None or not is_known or scores.shape[:-1].numel() != self.columns.numel():
+        if choices is None or self.problem is not None or scores.shape[:-1].numel() != self.columns.numel():
             return None
         with torch.no_grad():
             group_count = scores.shape[-1]
@@ -131,12 +130,6 @@ def mismatch(actual: str, expected: str) -> RolloutError:
         f"cannot replay routing: {actual}, expected {expected}. Replay the routing of a model with the same "
         "configuration."
     )
-
-
-def _largest(routing: Routing) -> dict[str, int]:
-    """Return the largest index of each layer."""
-    largest = torch.stack([choices.max().long() for choices in routing.layers.values()]).tolist()
-    return dict(zip(routing.layers, largest, strict=True))
 
 
 def agree_on_ranks_of(stack: ExitStack, model: nn.Module, action: str) -> None:

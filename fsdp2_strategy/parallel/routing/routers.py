@@ -9,8 +9,7 @@ that choose tokens, such as the indexers of sparse attention, choose among more 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,70 +46,57 @@ def tiny_batch(tiny: Any, length: int) -> torch.Tensor:
     return torch.randint(min(3, end - 1), end, (_BATCH, length), generator=generator)
 
 
-@dataclass
-class _Calls:
-    """The calls of topk in the forwards of one module."""
-
-    shapes: list[tuple[int, ...]] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
+_Calls = list[tuple[tuple[int, ...], int]]
+"""The calls of topk in the forwards of one module: the shape of the scores, and how many are chosen."""
 
 
 class _Log(TorchFunctionMode):
-    """Record the calls of topk by the innermost running module."""
+    """Record the calls of topk by the innermost module whose forward is running; its methods are hooks of modules."""
 
-    def __init__(self, running: list[nn.Module]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.running = running
+        self.running: list[nn.Module] = []
+        self.forwards: dict[nn.Module, int] = {}
         self.calls: dict[nn.Module, _Calls] = {}
+
+    def enter(self, module: nn.Module, _args: object) -> None:
+        self.running.append(module)
+        self.forwards[module] = self.forwards.get(module, 0) + 1
+
+    def leave(self, *_: object) -> None:
+        self.running.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func in TOPK and self.running:
             scores, count = topk_arguments(args, kwargs or {})
-            calls = self.calls.setdefault(self.running[-1], _Calls())
-            calls.shapes.append(tuple(scores.shape))
-            calls.counts.append(count)
+            self.calls.setdefault(self.running[-1], []).append((tuple(scores.shape), count))
         return func(*args, **(kwargs or {}))
 
 
-@contextmanager
-def _running_modules(model: nn.Module, forwards: dict[nn.Module, int]) -> Iterator[list[nn.Module]]:
-    """Keep a list of the modules whose forward is running, innermost last, and count forwards."""
-    running: list[nn.Module] = []
-
-    def enter(module: nn.Module, _args: object) -> None:
-        running.append(module)
-        forwards[module] = forwards.get(module, 0) + 1
-
-    handles: list[Any] = []
-    for module in model.modules():
-        handles.append(module.register_forward_pre_hook(enter))
-        handles.append(module.register_forward_hook(lambda *_: running.pop() and None))
-    try:
-        yield running
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _observe(tiny: Any, length: int) -> tuple[dict[nn.Module, _Calls], dict[nn.Module, int]]:
-    forwards: dict[nn.Module, int] = {}
-    with _running_modules(tiny, forwards) as running, _Log(running) as log, torch.no_grad(), torch.random.fork_rng([]):
+def _observe(tiny: Any, length: int) -> _Log:
+    log = _Log()
+    handles = [module.register_forward_pre_hook(log.enter) for module in tiny.modules()]
+    handles += [module.register_forward_hook(log.leave) for module in tiny.modules()]
+    with log, torch.no_grad(), torch.random.fork_rng([]):
         tiny(input_ids=tiny_batch(tiny, length), use_cache=False)
-    return log.calls, forwards
+    for handle in handles:
+        handle.remove()
+    return log
 
 
 def find_routers(tiny: Any) -> RouterPlan:
     """Find the routers among the modules that call topk, by the shapes of the scores for two lengths."""
-    (first, forwards), (second, _) = (_observe(tiny, length) for length in LENGTHS)
+    log = _observe(tiny, LENGTHS[0])
+    first, second = log.calls, _observe(tiny, LENGTHS[1]).calls
     kinds: dict[str, set[RouterKind | None]] = {}
     routers = [m for m in first if m is not tiny and _chooses_per_token(first[m], second.get(m))]
     if not routers:
         return RouterPlan(refused=without_routers(tiny))
     tiny.train()
-    trained, _ = _observe(tiny, LENGTHS[0])
+    trained = _observe(tiny, LENGTHS[0]).calls
     tiny.eval()
     for module in routers:
-        if forwards[module] > 1:
+        if log.forwards[module] > 1:
             return RouterPlan(refused=f"runs its routers ({class_name(module)}) several times in a forward pass")
         if trained.get(module) != first[module]:
             return RouterPlan(refused=f"has routers ({class_name(module)}) that choose in another way in training")
@@ -126,37 +112,32 @@ def find_routers(tiny: Any) -> RouterPlan:
 
 def _chooses_per_token(calls: _Calls, other: _Calls | None) -> bool:
     """Return whether the last call chooses, for each token, among as many things for both lengths."""
-    if other is None:
+    if other is None or [count for _, count in calls] != [count for _, count in other]:
         return False
-    return all(
-        _rows(each.shapes[-1]) == _BATCH * length for each, length in zip((calls, other), LENGTHS, strict=True)
-    ) and (calls.shapes[-1][-1], calls.counts) == (other.shapes[-1][-1], other.counts)
+    (shape, _), (other_shape, _) = calls[-1], other[-1]
+    has_all_tokens = [_rows(shape), _rows(other_shape)] == [_BATCH * length for length in LENGTHS]
+    return has_all_tokens and shape[-1] == other_shape[-1]
 
 
 def _rows(shape: tuple[int, ...]) -> int:
-    rows = 1
-    for size in shape[:-1]:
-        rows *= size
-    return rows
+    return math.prod(shape[:-1])
 
 
 def _kind_of(module: nn.Module, calls: _Calls) -> RouterKind | None:
     """Return how a router chooses; None if it calls topk for something else than groups of experts before."""
-    experts, tokens = calls.shapes[-1][-1], _rows(calls.shapes[-1])
+    last, _ = calls[-1]
+    experts, tokens = last[-1], _rows(last)
     has_groups = False
-    for shape in calls.shapes[:-1]:
+    for shape, _ in calls[:-1]:
         is_within = _rows(shape) % tokens == 0 and _rows(shape) // tokens * shape[-1] == experts
         is_group = _rows(shape) == tokens and shape[-1] < experts and experts % shape[-1] == 0
         if not (is_within or is_group):
             return None
         has_groups |= is_group
-    attribute = None
-    if has_groups:
-        named = [name for name, value in vars(module).items() if "expert" in name and value == experts]
-        if not named:
-            return None
-        attribute = named[0]
-    return RouterKind(choice_call=len(calls.shapes) - 1, experts_attribute=attribute)
+    named = [name for name, value in vars(module).items() if "expert" in name and value == experts]
+    if has_groups and not named:
+        return None
+    return RouterKind(choice_call=len(calls) - 1, experts_attribute=named[0] if has_groups else None)
 
 
 def without_routers(tiny: nn.Module) -> str:

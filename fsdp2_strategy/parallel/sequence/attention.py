@@ -135,14 +135,7 @@ def _attend(  # noqa: PLR0917  transformers passes by position
 
 
 class _Call:
-    """A call of an attention function of transformers, for one module.
-
-    Args:
-        module: the attention module.
-        implementation: the name of the function.
-        mask: the mask, in the form that the function takes.
-        arguments: further arguments of the function.
-    """
+    """A call of an attention function of transformers for one module, with the mask in the form that it takes."""
 
     def __init__(self, module: nn.Module, implementation: str, mask: Any, arguments: dict[str, Any]) -> None:
         self.module, self.implementation, self.mask, self.arguments = module, implementation, mask, arguments

@@ -18,24 +18,15 @@ from fsdp2_strategy.parallel.sequence.ranks import SequenceRanks
 def to_heads(tensors: Sequence[torch.Tensor], ranks: SequenceRanks) -> list[torch.Tensor]:
     """Exchange a part of the sequence with all heads for the full sequence with a part of the heads; collective.
 
-    All tensors travel in one all-to-all.
-
-    Args:
-        tensors: each [batch, heads, length / ranks, width], with a number of heads that the ranks divide. Heads and
-            widths may differ; the dtype must be the same.
-        ranks: the ranks that share the sequences.
-
-    Returns:
-        Tensors [batch, heads / ranks, length, width].
+    From [batch, heads, length / ranks, width] to [batch, heads / ranks, length, width]. Heads and widths may differ
+    between the tensors; the dtype must be the same: all of them travel in one all-to-all.
     """
-    apply: Any = _Exchange.apply
-    return list(apply(ranks, True, *tensors))
+    return list(_Exchange.apply(ranks, True, *tensors))  # type: ignore[no-untyped-call]
 
 
 def to_sequence(tensors: Sequence[torch.Tensor], ranks: SequenceRanks) -> list[torch.Tensor]:
     """Reverse `to_heads`; collective."""
-    apply: Any = _Exchange.apply
-    return list(apply(ranks, False, *tensors))
+    return list(_Exchange.apply(ranks, False, *tensors))  # type: ignore[no-untyped-call]
 
 
 def gather_sequence(tensor: torch.Tensor, ranks: SequenceRanks, dim: int = 1) -> torch.Tensor:
@@ -43,15 +34,13 @@ def gather_sequence(tensor: torch.Tensor, ranks: SequenceRanks, dim: int = 1) ->
 
     Each rank may use the result in another loss: backward sums the gradients of all ranks.
     """
-    apply: Any = _Gather.apply
-    full: torch.Tensor = apply(tensor, ranks, dim)
+    full: torch.Tensor = _Gather.apply(tensor, ranks, dim)  # type: ignore[no-untyped-call]
     return full
 
 
 def gather_results(tensor: torch.Tensor, ranks: SequenceRanks, dim: int = 1) -> torch.Tensor:
     """Gather results from which all ranks compute the same loss; collective; see `optim.shared_losses`."""
-    apply: Any = _GatherResults.apply
-    full: torch.Tensor = apply(tensor, ranks, dim)
+    full: torch.Tensor = _GatherResults.apply(tensor, ranks, dim)  # type: ignore[no-untyped-call]
     return full
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-from contextvars import Token
 from typing import Any
 
 import torch
@@ -17,15 +16,10 @@ from torch import nn
 
 from fsdp2_strategy.distributed.torch_internals import tree_leaves, tree_map
 from fsdp2_strategy.hf.library_internals import attention_implementation, set_attention_implementation
+from fsdp2_strategy.hf.packed_rows import running_shard
 from fsdp2_strategy.parallel.sequence.attention import configured_name, is_split_name
 from fsdp2_strategy.parallel.sequence.exchange import gather_sequence
-from fsdp2_strategy.parallel.sequence.shard import (
-    SequenceShard,
-    check_recomputed,
-    current_shard,
-    reset_current_shard,
-    set_current_shard,
-)
+from fsdp2_strategy.parallel.sequence.shard import SequenceShard, check_recomputed, current_shard, is_sequence
 
 
 def run_on_full_sequences(module: nn.Module) -> None:
@@ -40,18 +34,18 @@ def run_on_full_sequences(module: nn.Module) -> None:
         if is_split_name(name):
             inner.config = copy.copy(config)
             set_attention_implementation(inner.config, configured_name(name))
-    running: list[tuple[SequenceShard | None, Token[SequenceShard | None]]] = []
+    running: list[tuple[SequenceShard | None, Any]] = []
     names = tuple(inspect.signature(module.forward).parameters)
 
     def begin(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         shard = current_shard()
         check_recomputed(_module, shard)
-        running.append((shard, set_current_shard(None)))
+        running.append((shard, running_shard.set(None)))
         return None if shard is None else _full_arguments(shard, names, args, kwargs)
 
     def end(_module: nn.Module, _args: object, output: Any) -> Any:
         shard, token = running.pop()
-        reset_current_shard(token)
+        running_shard.reset(token)
         return None if shard is None or output is None else tree_map(lambda value: _part_of(value, shard), output)
 
     module.register_forward_pre_hook(begin, with_kwargs=True)
@@ -83,28 +77,18 @@ def _is_padding_mask(value: Any) -> bool:
 
 
 def _gathered(value: Any, shard: SequenceShard) -> Any:
-    is_part = isinstance(value, torch.Tensor) and value.ndim >= 2 and value.shape[1] == shard.local_length
-    return gather_sequence(value, shard.ranks) if is_part else value
+    return gather_sequence(value, shard.ranks) if is_sequence(value, shard.local_length) else value
 
 
 def _part_of(value: Any, shard: SequenceShard) -> Any:
-    is_full = isinstance(value, torch.Tensor) and value.ndim >= 2 and value.shape[1] == shard.length
-    return shard.local(value).contiguous() if is_full else value
+    return shard.local(value).contiguous() if is_sequence(value, shard.length) else value
 
 
 def computes_parts(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], length: int) -> bool:
-    """Return whether a module computes the second half of sequences from the second half of its arguments.
-
-    Args:
-        module: a module without randomness.
-        args: positional arguments of a call.
-        kwargs: its other arguments.
-        length: number of tokens of the call.
-    """
+    """Return whether a module computes the second half of sequences from the second half of its arguments."""
 
     def half(value: Any) -> Any:
-        is_sequence = isinstance(value, torch.Tensor) and value.ndim >= 2 and value.shape[1] == length
-        return value[:, length // 2 :] if is_sequence else value
+        return value[:, length // 2 :] if is_sequence(value, length) else value
 
     with torch.no_grad():
         expected = tree_map(half, module(*args, **kwargs))
@@ -123,11 +107,7 @@ def computes_parts(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 def mixes_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether a change of one token changes a module's output for other tokens; the module is run twice.
 
-    Args:
-        module: a module without randomness.
-        args: positional arguments of a call.
-        kwargs: its other arguments. The first floating tensor of three dimensions is the hidden states
-            [batch, length, width].
+    The first floating tensor of three dimensions is the hidden states [batch, length, width].
     """
     arguments: dict[int | str, Any] = dict(enumerate(args))
     arguments.update(kwargs)

@@ -28,9 +28,7 @@ from fsdp2_strategy.parallel.sequence.split_plan import plan_split
 def prepare_for_split(model: nn.Module, group: dist.ProcessGroup, *, is_training: bool) -> None:
     """Make a model compute its part of sequences, if its forward gets one; collective.
 
-    Raises:
-        SequenceError: on every rank: the model is trained, and cannot split plain sequences. A model for inference that
-            cannot split sequences computes full ones, and raises this error if it gets a part.
+    If plain sequences cannot be split, a trained model is refused; others compute full ones, and refuse parts.
     """
     root = unwrap_model(model)
     if sequence_group_of(root) is not None:

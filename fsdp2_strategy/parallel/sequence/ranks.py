@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
@@ -20,12 +21,7 @@ T = TypeVar("T")
 
 
 class SequenceRanks(ABC):
-    """Ranks that each compute a part of the same sequences.
-
-    Args:
-        rank: this rank's part of the sequences, from 0.
-        count: number of ranks.
-    """
+    """Ranks that each compute a part of the same sequences; ``rank`` is this one's part, from 0."""
 
     def __init__(self, rank: int, count: int) -> None:
         self.rank, self.count = rank, count
@@ -91,29 +87,20 @@ class ThreadRanks(SequenceRanks):
 
 
 def run_in_threads(count: int, work: Callable[[SequenceRanks], T]) -> list[T]:
-    """Run ``work`` in as many threads as there are ranks; return the results by rank.
-
-    Raises:
-        Exception: the first one that ``work`` raised in a thread, in the order of the ranks.
-    """
+    """Run ``work`` in a thread for each rank; return the results by rank, or raise the first rank's error."""
     barrier = threading.Barrier(count)
     given: list[Any] = [None] * count
-    results: list[Any] = [None] * count
-    failures: list[Exception | None] = [None] * count
 
-    def run(rank: int) -> None:
+    def run(rank: int) -> T:
         try:
-            results[rank] = work(ThreadRanks(rank, given, barrier))
-        except Exception as failure:  # noqa: BLE001  raised below
-            failures[rank] = failure
+            return work(ThreadRanks(rank, given, barrier))
+        except Exception:
             barrier.abort()
+            raise
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    raised = [failure for failure in failures if failure is not None]
+    with ThreadPoolExecutor(count) as threads:
+        runs = [threads.submit(run, rank) for rank in range(count)]
+    raised = [failure for failure in (each.exception() for each in runs) if failure is not None]
     for failure in sorted(raised, key=lambda failure: isinstance(failure, threading.BrokenBarrierError)):
         raise failure
-    return results
+    return [each.result() for each in runs]

@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Mapping
-from contextvars import Token
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,16 +104,6 @@ def current_shard() -> SequenceShard | None:
     return shard
 
 
-def set_current_shard(shard: SequenceShard | None) -> Token[SequenceShard | None]:
-    """Make a shard the current one; return what `reset_current_shard` needs."""
-    return running_shard.set(shard)
-
-
-def reset_current_shard(token: Token[SequenceShard | None]) -> None:
-    """Undo `set_current_shard`."""
-    running_shard.reset(token)
-
-
 _LENGTH = Slot[int]("length of the last split forward")
 
 
@@ -173,7 +162,9 @@ def shard_sequence(batch: Mapping[str, Any], group: dist.ProcessGroup | Sequence
     ranks = group if isinstance(group, SequenceRanks) else ProcessRanks(group)
     shape = tuple(tokens.shape[:2])
     missing = -shape[1] % ranks.count
-    sequences = {name: value for name, value in batch.items() if _is_sequence(value, shape)}
+    sequences = {
+        name: value for name, value in batch.items() if is_sequence(value, shape[1]) and len(value) == shape[0]
+    }
     is_split_inside = any(
         isinstance(value, torch.Tensor) and value.ndim > 1 and name not in sequences and name != "position_ids"
         for name, value in batch.items()
@@ -208,16 +199,15 @@ def shard_sequence(batch: Mapping[str, Any], group: dist.ProcessGroup | Sequence
 def check_same_batch(batch: Mapping[str, Any], group: dist.ProcessGroup) -> None:
     """Raise if a batch differs between the ranks of a group; collective over the group.
 
-    Raises:
-        SequenceError: the names, shapes, dtypes or values of tensors differ, or numbers do.
-        Exception: on the rank that has it, the batch is not a mapping, or its tensors cannot be read. The other ranks
-            return: call this function in `all_or_none`.
+    If the batch is not a mapping, or cannot be read, the rank that has it raises, and the others return: call this
+    function in `all_or_none`.
     """
     facts: dict[str, Any] | None = None
+    of_ranks: list[Any] = [None] * dist.get_world_size(group)
     try:
         facts = facts_of(batch)
     finally:  # also after an error: the other ranks wait for this one
-        of_ranks = _of_all_ranks(facts, group)
+        dist.all_gather_object(of_ranks, facts, group=group)
     if None in of_ranks:
         return  # the rank that failed raises
     ranks = dist.get_process_group_ranks(group)
@@ -230,14 +220,9 @@ def check_same_batch(batch: Mapping[str, Any], group: dist.ProcessGroup) -> None
             )
 
 
-def _of_all_ranks(facts: dict[str, Any] | None, group: dist.ProcessGroup) -> list[Any]:
-    of_ranks: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(of_ranks, facts, group=group)
-    return of_ranks
-
-
-def _is_sequence(value: object, shape: tuple[int, ...]) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim >= 2 and tuple(value.shape[:2]) == shape
+def is_sequence(value: object, length: int) -> bool:
+    """Return whether a value is a tensor [batch, length, ...]."""
+    return isinstance(value, torch.Tensor) and value.ndim >= 2 and value.shape[1] == length
 
 
 def _padded(tensor: torch.Tensor, missing: int, value: int = 0) -> torch.Tensor:

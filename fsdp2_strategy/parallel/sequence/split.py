@@ -19,26 +19,18 @@ from torch import nn
 from fsdp2_strategy.errors import SequenceError
 from fsdp2_strategy.hf.library_internals import (
     attention_implementation,
+    recompute_in_context,
     set_attention_implementation,
-    wrap_checkpointing,
 )
-from fsdp2_strategy.hf.packed_rows import ARGUMENT
+from fsdp2_strategy.hf.packed_rows import ARGUMENT, running_shard
 from fsdp2_strategy.model.fsdp_state import class_name
 from fsdp2_strategy.parallel.sequence.attention import is_split_name, split_name
 from fsdp2_strategy.parallel.sequence.exchange import gather_sequence
 from fsdp2_strategy.parallel.sequence.full_sequences import run_on_full_sequences
-from fsdp2_strategy.parallel.sequence.shard import (
-    SequenceShard,
-    current_shard,
-    documents_of,
-    reset_current_shard,
-    set_current_shard,
-)
+from fsdp2_strategy.parallel.sequence.shard import SequenceShard, current_shard, documents_of, is_sequence
+from fsdp2_strategy.parallel.tensor.random import DROPOUTS
 
 Arguments = dict[str, Any]
-
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-
 
 KINDS = {
     "plain": "sequences",
@@ -73,10 +65,6 @@ def split_sequences(model: Any, plan: SplitPlan) -> None:
     """Register the hooks that make a model compute its part of the sequences; not collective.
 
     No class is changed, and nothing outside of this model. Its text configuration names our attention functions.
-
-    Args:
-        model: a model of transformers, sharded or not.
-        plan: from `plan_split`.
     """
     config = model.config.get_text_config()
     _split_attention(config)
@@ -155,13 +143,13 @@ def _make_current(
 
     def begin(_module: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> Any:
         shard = kwargs.get(ARGUMENT)
-        token = set_current_shard(shard or current_shard())
-        wrap_checkpointing(_module, _recomputing_the_same)
+        token = running_shard.set(shard or current_shard())
+        recompute_in_context(_module)  # without the hooks of the model, it computes the same shard
         running.append((token, []))
         for change in at_begin or () if shard else ():
             running[-1][1].append(change(kwargs[ARGUMENT], kwargs))
         if shard and kwargs[ARGUMENT] is not shard:
-            set_current_shard(kwargs[ARGUMENT])
+            running_shard.set(kwargs[ARGUMENT])
         return args, kwargs
 
     def end(_module: nn.Module, _args: object, output: Any) -> None:
@@ -169,7 +157,7 @@ def _make_current(
             return
         token, undo = running.pop()
         shard = current_shard()
-        reset_current_shard(token)
+        running_shard.reset(token)
         for call in undo:
             if call is not None:
                 call()
@@ -178,24 +166,6 @@ def _make_current(
 
     module.register_forward_pre_hook(begin, with_kwargs=True)
     module.register_forward_hook(end, always_call=True)
-
-
-def _recomputing_the_same(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a block compute the same shard when backward runs it again, without the hooks of the model."""
-
-    def checkpoint_shard(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        shard = current_shard()
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            token = set_current_shard(shard)
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                reset_current_shard(token)
-
-        return checkpoint(run, *args, **kwargs)
-
-    return checkpoint_shard
 
 
 def positions_without_padding(mask: torch.Tensor, padding_position: int | None) -> torch.Tensor:
@@ -252,7 +222,7 @@ def _own_dropout(model: nn.Module) -> AtBegin:
     All ranks that share sequences have the same random state. They draw one seed from it and add their rank, so the
     state stays the same on all of them, and resumed runs draw the same numbers.
     """
-    modules = [module for module in model.modules() if isinstance(module, _DROPOUTS)]
+    modules = [module for module in model.modules() if isinstance(module, DROPOUTS)]
     settings = [value for name, value in vars(model.config).items() if "drop" in name and isinstance(value, float)]
 
     def reseed(shard: SequenceShard, _kwargs: Arguments) -> Callable[[], None] | None:
@@ -273,8 +243,7 @@ def _join(shard: SequenceShard, kwargs: Arguments) -> None:
         return
     kwargs[ARGUMENT] = dataclasses.replace(shard, is_split_inside=True)
     for name, value in kwargs.items():
-        is_part = isinstance(value, torch.Tensor) and value.ndim >= 2 and value.shape[1] == shard.local_length
-        if is_part and not name.endswith("labels") and name != "attention_mask":
+        if is_sequence(value, shard.local_length) and not name.endswith("labels") and name != "attention_mask":
             kwargs[name] = gather_sequence(value, shard.ranks)
     # Without positions in the batch, the model counts them in its own way.
     kwargs["position_ids"] = shard.position_ids if shard.has_own_positions else None

@@ -22,13 +22,7 @@ import torch
 from torch import nn
 
 from fsdp2_strategy.errors import FSDP2StrategyError
-from fsdp2_strategy.hf.library_internals import (
-    attention_implementation,
-    set_attention_implementation,
-    set_attention_implementations,
-    set_experts_implementation,
-    supports_sdpa,
-)
+from fsdp2_strategy.hf.library_internals import attention_implementation
 from fsdp2_strategy.model.fsdp_state import class_name, original_class
 from fsdp2_strategy.parallel.sequence.attention import calling_modules, configured_name
 from fsdp2_strategy.parallel.sequence.full_sequences import computes_parts, mixes_tokens
@@ -43,6 +37,7 @@ from fsdp2_strategy.parallel.sequence.split import (
     split_sequences,
 )
 from fsdp2_strategy.parallel.tiny_config import tiny_config
+from fsdp2_strategy.parallel.tiny_model import SEED, build_tiny, use_attention_of_cpu
 
 _LENGTH = 22
 _TOLERANCE = 1e-5
@@ -51,47 +46,24 @@ _NOISE = 0.1
 """Standard deviation of what is added to weights, so that each token depends on the tokens before it."""
 _DEPENDENCE = 1e-2
 """Smallest relative change of the second half of the logits if all tokens of the first half change."""
-_SEED = 0
 
 Batch = dict[str, Any]
 
 
 def plan_split(model: Any, count: int) -> SplitPlan:
-    """Return how the sequences of a model can be split over ``count`` ranks; not collective, the same on all ranks.
-
-    Args:
-        model: a model of transformers, sharded or not, on any device; it is only read.
-        count: number of ranks.
-    """
+    """Return how a model of transformers can split sequences over ``count`` ranks; the same on all ranks."""
     failure: Exception | None = None
     for dtype in (torch.float64, torch.float32):  # some models compute in float32 only
         try:
-            tiny = _tiny_model(model, dtype)
+            cls, config = original_class(model), tiny_config(model.config)
+            implementation = attention_implementation(model.config.get_text_config()) or "eager"
+            use_attention_of_cpu(config, cls, configured_name(implementation))
+            tiny = build_tiny(cls, config, dtype, noise=_NOISE)
             plan = _first_that_works(tiny, count)
             return dataclasses.replace(plan, padding_position=_padding_position(tiny, count))
         except Exception as error:  # noqa: BLE001  models run arbitrary code
             failure = failure or error
     return SplitPlan(refused=(("plain", f"failed: {_text(failure)}"),))
-
-
-def _tiny_model(model: Any, dtype: torch.dtype) -> Any:
-    """Build a model of the same class with a tiny configuration, with the same weights on all ranks."""
-    config = tiny_config(model.config)
-    text = config.get_text_config()
-    implementation = configured_name(attention_implementation(model.config.get_text_config()) or "eager")
-    has_sdpa = supports_sdpa(original_class(model))
-    if implementation not in ("eager", "sdpa"):
-        implementation = "sdpa" if has_sdpa else "eager"
-    set_attention_implementations(config, implementation if has_sdpa else "eager")
-    set_attention_implementation(text, implementation)
-    set_experts_implementation(text, "eager")
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(_SEED)
-        tiny = original_class(model)(config).to(dtype).eval()
-        with torch.no_grad():
-            for parameter in tiny.parameters():
-                parameter.add_(torch.randn_like(parameter), alpha=_NOISE)
-    return tiny
 
 
 def _first_that_works(tiny: Any, count: int) -> SplitPlan:
@@ -157,7 +129,7 @@ def _choices(tiny: Any, batch: Batch) -> Iterator[SplitPlan]:
 
     hooks = [copies[module].register_forward_pre_hook(record, with_kwargs=True) for module in (*children, *others)]
     with calling_modules() as callers, torch.no_grad():
-        observed(**_arguments(batch))
+        observed(**batch, use_cache=False)
     for hook in hooks:
         hook.remove()
     called = {module: (copies[module], *calls[copies[module]]) for module in copies if copies[module] in calls}
@@ -179,7 +151,7 @@ def _choices(tiny: Any, batch: Batch) -> Iterator[SplitPlan]:
 
 def _batches(config: Any, count: int) -> Iterator[tuple[str, Batch]]:
     length = _LENGTH * max(1, -(-2 * count // _LENGTH)) + 1
-    ids = torch.randint(3, min(config.vocab_size, 64), (2, length), generator=torch.Generator().manual_seed(_SEED))
+    ids = torch.randint(3, min(config.vocab_size, 64), (2, length), generator=torch.Generator().manual_seed(SEED))
     yield "plain", {"input_ids": ids}
     yield "loss", {"input_ids": ids, "labels": ids.where(ids % 5 != 0, -100)}
     mask = torch.ones_like(ids)
@@ -211,15 +183,11 @@ def _padding_position(tiny: Any, count: int) -> int | None:
     return None
 
 
-def _arguments(batch: Batch) -> Batch:
-    return {**batch, "use_cache": False}
-
-
 def _run(model: Any, batch: Batch) -> tuple[Any, Any] | Exception:
     """Return the logits (or hidden states) and the loss of a batch; an exception if the model cannot compute it."""
     try:
         with torch.no_grad():
-            output = model(**_arguments(batch))
+            output = model(**batch, use_cache=False)
     except Exception as error:  # noqa: BLE001  models run arbitrary code
         return error
     values = getattr(output, "logits", None)

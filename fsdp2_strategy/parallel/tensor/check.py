@@ -30,18 +30,13 @@ from torch.distributed.tensor import DTensor
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.torch_internals import local_of
 from fsdp2_strategy.errors import ShardError, some
-from fsdp2_strategy.hf.library_internals import (
-    attention_implementation,
-    set_attention_implementation,
-    set_attention_implementations,
-    set_experts_implementation,
-    supports_sdpa,
-)
+from fsdp2_strategy.hf.library_internals import attention_implementation
 from fsdp2_strategy.model.fsdp_state import class_name, original_class
 from fsdp2_strategy.model.names import generic_name
 from fsdp2_strategy.parallel.tensor.plan import TensorPlan, check_sizes, transformers_models
 from fsdp2_strategy.parallel.tensor.split import SUMS_GRADIENTS, split_layers
 from fsdp2_strategy.parallel.tiny_config import tiny_config
+from fsdp2_strategy.parallel.tiny_model import SEED, build_tiny, use_attention_of_cpu
 
 _LENGTH = 24
 _TOLERANCE = 1e-4
@@ -50,23 +45,16 @@ _SMALLEST = 1e-3
 """Gradients are compared relative to their largest element, but at least to this part of the largest of all."""
 _NOISE = 0.05
 """Standard deviation of what is added to weights, so that no gradient is zero because of the initialisation."""
-_SEED = 0
 
 Values = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """The output of a model, and its gradients by name."""
 
 
 def check_tensor_plan(root: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> TensorPlan:
-    """Run tiny models with and without the plan, and return the plan, completed; collective over the mesh.
+    """Run tiny models with and without the plan, and return the plan, completed; collective over the axis "tp".
 
-    Args:
-        root: the model that is to be split; it is only read.
-        plan: its plan.
-        mesh: the axis "tp" of a mesh.
-
-    Raises:
-        ShardError: a tiny model computes other values with the plan than without it, or it cannot be run, and the plan
-            is the model's own. If the plan is the user's, a model that cannot be run is not checked.
+    A model that differs is refused, and so is one that cannot be run, unless the plan is the user's: then it is not
+    checked.
     """
     models = transformers_models(root)
     inside = {id(module) for model in models.values() for module in model.modules()}
@@ -155,11 +143,7 @@ def _parts_that_work(tiny: Any, expected: Values, own: dict[str, str], mesh: Dev
 def _completed(
     tiny: Any, expected: Values, given: dict[str, str], mesh: DeviceMesh, *, copies_outputs: bool
 ) -> dict[str, str]:
-    """Return a plan, with the modules added whose gradients must be summed over the ranks; collective.
-
-    Raises:
-        ShardError: outputs differ, or gradients differ in another way.
-    """
+    """Return a plan, with the modules added whose gradients must be summed over the ranks; collective."""
     added = _partial_gradients(tiny, expected, given, mesh, copies_outputs=copies_outputs)
     if added:
         given = given | dict.fromkeys(added, SUMS_GRADIENTS)
@@ -171,11 +155,7 @@ def _completed(
 def _partial_gradients(
     tiny: Any, expected: Values, given: dict[str, str], mesh: DeviceMesh, *, copies_outputs: bool
 ) -> list[str]:
-    """Return the modules whose gradients are parts of a sum over the ranks, with ``*`` for numbers; collective.
-
-    Raises:
-        ShardError: outputs differ, or gradients differ in another way.
-    """
+    """Return the modules whose gradients are parts of a sum over ranks; raise for other differences; collective."""
     split, size = copy.deepcopy(tiny), mesh.size()
     styles = TensorPlan.of(split, size, given, copies_outputs=copies_outputs)
     try:
@@ -225,32 +205,20 @@ def _tiny_values(model: Any, mesh: DeviceMesh) -> tuple[Any, Values]:
 
 def _tiny_model(model: Any) -> Any:
     """Build a model of the same class with a tiny configuration, with the same weights on all ranks."""
-    config = tiny_config(model.config)
+    cls, config = original_class(model), tiny_config(model.config)
     config.use_cache = False
     for level in (config, config.get_text_config()):
         if getattr(level, "pad_token_id", None) is None:  # classifiers need one for several sequences
             level.pad_token_id = 0
-    has_sdpa = supports_sdpa(original_class(model))
-    implementation = attention_implementation(model.config.get_text_config())
-    if implementation not in ("eager", "sdpa"):
-        implementation = "sdpa" if has_sdpa else "eager"
-    set_attention_implementations(config, implementation if has_sdpa else "eager")
-    set_attention_implementation(config.get_text_config(), implementation)
-    set_experts_implementation(config.get_text_config(), "eager")
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(_SEED)
-        tiny = original_class(model)(config).double().eval()
-        with torch.no_grad():
-            for parameter in tiny.parameters():
-                parameter.add_(torch.randn_like(parameter), alpha=_NOISE)
-    return tiny.requires_grad_(True)
+    use_attention_of_cpu(config, cls, attention_implementation(model.config.get_text_config()))
+    return build_tiny(cls, config, torch.float64, noise=_NOISE).requires_grad_(True)
 
 
 def _batch_of(tiny: Any) -> dict[str, Any]:
     """Return a batch in which each token of the vocabulary occurs, as far as the number of tokens allows it."""
     config = tiny.config.get_text_config()
     count = config.vocab_size // 2
-    ids = torch.randperm(config.vocab_size, generator=torch.Generator().manual_seed(_SEED))[: 2 * count]
+    ids = torch.randperm(config.vocab_size, generator=torch.Generator().manual_seed(SEED))[: 2 * count]
     ids = ids.view(2, count)[:, : 2 * _LENGTH]
     return {"input_ids": ids} | ({"decoder_input_ids": ids.flip(0)} if tiny.config.is_encoder_decoder else {})
 
@@ -261,7 +229,7 @@ def _run(model: Any) -> Values:
         batch = {name: ids.to(next(model.parameters()).device) for name, ids in _batch_of(model).items()}
         output = model(**batch)
         values = next(v for v in _candidates(output) if isinstance(v, torch.Tensor) and v.is_floating_point())
-        weights = torch.randn(values.shape, generator=torch.Generator().manual_seed(_SEED), dtype=torch.float64)
+        weights = torch.randn(values.shape, generator=torch.Generator().manual_seed(SEED), dtype=torch.float64)
         (values.double() * weights.to(values.device)).sum().backward()  # type: ignore[no-untyped-call]
     gradients = {name: _local(p) for name, p in model.named_parameters() if p.grad is not None}
     for parameter in model.parameters():

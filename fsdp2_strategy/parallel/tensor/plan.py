@@ -88,12 +88,12 @@ class TensorPlan:
         found = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             style = self.styles.get(name)
-            if style is not None and (split := split_of(style, name, parameter.ndim)) is not None:
+            if style is not None and (split := _split_of(style, name, parameter.ndim)) is not None:
                 found[name] = split
         return found
 
 
-def split_of(style_name: str, name: str, ndim: int) -> tuple[int, bool] | None:
+def _split_of(style_name: str, name: str, ndim: int) -> tuple[int, bool] | None:
     """Return which dimension of a parameter a style splits, and whether in two halves; None if it splits none."""
     kind = type(parallel_styles()[style_name]).__name__
     is_vector = ndim == 1
@@ -111,19 +111,12 @@ def split_of(style_name: str, name: str, ndim: int) -> tuple[int, bool] | None:
 def plan_tensor_parallel(
     root: nn.Module, size: int, plan: Mapping[str, str] | None = None, *, without: Collection[str] = ()
 ) -> TensorPlan:
-    """Return the tensor plan of a model that is not sharded; not collective.
+    """Return the plan of a model that is not sharded, for ``size`` ranks that share each layer; not collective.
 
-    Args:
-        root: the model; it is only read.
-        size: number of ranks that share each layer.
-        plan: styles by name, see [Note: tensor plans]; by default those of the transformers models in ``root``.
-        without: names of modules that are left out, because their experts are divided among ranks.
-
-    Raises:
-        ShardError: transformers is too old, there is no plan, a name matches nothing, a style is unknown or does not
-            fit its module, or the ranks do not divide heads or other sizes.
+    The styles are those of ``plan``, or else of the transformers models in ``root``; see [Note: tensor plans]. Modules
+    ``without`` are left out, because their experts are divided among ranks.
     """
-    given = dict(plan) if plan is not None else _own_plan(root)
+    given = dict(plan) if plan is not None else plans_of_models(root, "tp_plan")
     left_out = {generic_name(clean(name)) for name in without}
     given = {key: style for key, style in given.items() if not left_out.intersection((key, key.rpartition(".")[0]))}
     if not given:
@@ -154,12 +147,12 @@ def plan_tensor_parallel(
     return found
 
 
-def _own_plan(root: nn.Module) -> dict[str, str]:
-    """Return the plans of the outermost transformers models in a model, with names from ``root``."""
+def plans_of_models(root: nn.Module, attribute: str) -> dict[str, str]:
+    """Return the plans that outermost transformers models have in an attribute, with names from ``root``."""
     return {
         f"{prefix}.{key}" if prefix else key: style
         for prefix, model in transformers_models(root).items()
-        for key, style in (getattr(model, "tp_plan", None) or {}).items()
+        for key, style in (getattr(model, attribute, None) or {}).items()
     }
 
 
@@ -225,15 +218,10 @@ def _styles_of_saved(name: str, wrapper: nn.Module, plan: Mapping[str, str], sty
     return found
 
 
-def _name_in_model(name: str) -> str:
-    """Return the name of a module without the names that peft's wrappers add."""
-    return re.sub(r"\.(base_layer|original_module|modules_to_save\.[^.]+)$", "", name)
-
-
 def _styles_of_adapted(name: str, layer: nn.Module, style: str) -> dict[str, str]:
     """Return the styles of the base layer and the LoRA matrices of a layer of peft; see [Note: adapters]."""
     base: Any = layer._modules["base_layer"]
-    parts = {kind: layer._modules.get(kind) for kind in ("lora_A", "lora_B")}
+    parts: dict[str, Any] = {kind: layer._modules.get(kind) for kind in ("lora_A", "lora_B")}
     known = {"base_layer", "lora_dropout", *parts}
     others = [
         child for child, inner in layer.named_children() if child not in known and any(True for _ in inner.parameters())
@@ -257,10 +245,9 @@ def _styles_of_adapted(name: str, layer: nn.Module, style: str) -> dict[str, str
         found[part] = of_part
 
     add(f"{name}.base_layer", base, style)
-    side: Any = parts["lora_B"] if style in _SPLITS_OUTPUTS else parts["lora_A"] if style == "rowwise" else {}
-    for adapter, matrix in side.items():
-        kind = "lora_B" if style in _SPLITS_OUTPUTS else "lora_A"
-        add(f"{name}.{kind}.{adapter}", matrix, style)
+    if (kind := "lora_B" if style in _SPLITS_OUTPUTS else "lora_A" if style == "rowwise" else "") in parts:
+        for adapter, matrix in parts[kind].items():
+            add(f"{name}.{kind}.{adapter}", matrix, style)
     return found
 
 
@@ -281,11 +268,7 @@ def _remove_tied(root: nn.Module, plan: TensorPlan) -> None:
 
 
 def check_sizes(root: nn.Module, plan: TensorPlan) -> None:
-    """Raise if the ranks do not divide the heads of attention, or a dimension that is split; not collective.
-
-    Raises:
-        ShardError: names the module, its size and the number of ranks.
-    """
+    """Raise if the ranks do not divide the heads of attention, or a dimension that is split; not collective."""
     modules = dict(root.named_modules())
     parameters = dict(root.named_parameters(remove_duplicate=False))
     for name, (dim, is_packed) in plan.split_dims(root).items():
@@ -293,7 +276,8 @@ def check_sizes(root: nn.Module, plan: TensorPlan) -> None:
         module, style = modules[parent], plan.styles[name]
         size, parts = parameters[name].shape[dim], 2 if is_packed else 1
         is_vocabulary = isinstance(module, nn.Embedding) or style in ("colwise_gather_output", "colwise_rep")
-        around = modules[_name_in_model(parent).rpartition(".")[0]]
+        without_peft = re.sub(r"\.(base_layer|original_module|modules_to_save\.[^.]+)$", "", parent)
+        around = modules[without_peft.rpartition(".")[0]]
         head_dim = getattr(around, "head_dim", None)
         if own == "weight" and style == "colwise" and isinstance(head_dim, int) and size % head_dim == 0:
             heads = size // head_dim

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from itertools import takewhile
 
 import torch
 from torch import nn
@@ -32,13 +33,7 @@ _PART_OF_LAYER = re.compile(r"\.(base_layer|lora_[AB]\.[^.]+|original_module|mod
 
 
 def draw_own_random_numbers(root: nn.Module, plan: TensorPlan, rank: int) -> None:
-    """Register hooks that switch between common and own random numbers; not collective.
-
-    Args:
-        root: the model, whose layers are split.
-        plan: the styles of its modules.
-        rank: this rank among those that share layers.
-    """
+    """Register hooks that switch between common and own random numbers, for one of the ranks that share layers."""
     modules = dict(root.named_modules())
     styles = {_layer_of(name): style for name, style in plan.styles.items() if name in modules}
     ends = [name for name, style in styles.items() if style in _SPLIT_INPUTS]
@@ -84,12 +79,8 @@ def _scope_of(name: str, ends: Iterable[str], modules: dict[str, nn.Module]) -> 
     """Return the innermost module that runs a module and the next one whose inputs are split; None if there is none."""
 
     def common(other: str) -> list[str]:
-        parts = []
-        for own, each in zip(name.split("."), other.split("."), strict=False):
-            if own != each:
-                break
-            parts.append(own)
-        return parts
+        pairs = zip(name.split("."), other.split("."), strict=False)
+        return [own for own, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
 
     parts = max(map(common, ends), key=len, default=None)
     while parts and isinstance(modules[".".join(parts)], (nn.ModuleList, nn.ModuleDict)):

@@ -39,16 +39,7 @@ SUMS_GRADIENTS = "replicated_with_grad_allreduce"
 
 
 def split_layers(root: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> dict[nn.Parameter, nn.Parameter]:
-    """Split the layers of a model in place; not collective: each rank keeps its part of the values.
-
-    Args:
-        root: a model with full parameters, on any device.
-        plan: the styles of its modules and parameters.
-        mesh: the axis "tp" of a mesh.
-
-    Returns:
-        The new parameters by the old ones, for those that are split or replicated as DTensors.
-    """
+    """Split the layers of a full model in place; return the new DTensors by the old parameters; not collective."""
     modules = dict(root.named_modules())
     before = dict(root.named_parameters(remove_duplicate=False))
     new: dict[nn.Parameter, nn.Parameter] = {}
@@ -180,13 +171,9 @@ class SumGradient(torch.autograd.Function):
 
 
 def check_batches(root: nn.Module, size: int) -> None:
-    """Make each forward of a model raise on every rank if its inputs differ between ranks that share layers.
+    """Make each forward raise on every rank if its inputs differ between ``size`` successive ranks that share layers.
 
     Call this after `fully_shard`. Not collective; the forward is, on the group in use at the time of this call.
-
-    Args:
-        root: the model.
-        size: number of successive ranks that share layers.
     """
     group = group_in_use()
 
