@@ -64,12 +64,7 @@ class Route:
 
 
 def routes_of(tensors: Mapping[str, torch.Tensor], differing: Collection[int]) -> dict[str, Route]:
-    """Return the route of each tensor: how its values are sent to every rank.
-
-    Args:
-        tensors: tensors as this rank holds them, by name.
-        differing: the ``id`` of each tensor whose values may differ between ranks (statistics of a batch norm).
-    """
+    """Return each tensor's route; values of ``differing`` (by id) may differ between ranks, as batch statistics do."""
     route_by_layout: dict[object, Route] = {}  # tensors share a few layouts, and `_route_of` is slow
     routes = {}
     for name, tensor in tensors.items():

@@ -62,13 +62,7 @@ def compare(item: Item, retained: Retained) -> Compared:
 
 
 def decide(compared: Sequence[Compared], bucket_bytes: int, *, is_collective: bool) -> Found:
-    """Decide on every rank what is sent in full, and what as changes; collective.
-
-    Args:
-        compared: the items of the stream in the same order on every rank.
-        bucket_bytes: limit on the bytes of the changes that are gathered together; one item may have more.
-        is_collective: whether the model has sharded parameters.
-    """
+    """Decide what is sent in full, and what as changes, which are gathered in ``bucket_bytes``; collective."""
     own = [
         [_FULL, 0] if changes is None else [len(changes.gaps), len(changes.values)]
         for each in compared
@@ -158,7 +152,6 @@ class _ChangedItem:
         return nbytes < sum(region.numel() * region.dtype.itemsize for region in self.item.regions.values())
 
     def row_bytes(self, number: int) -> int:
-        """Return the number of bytes in the row of a rank."""
         sizes = ((part.dtype.itemsize, *self.counts[name][number]) for name, part in self.item.parts.items())
         return sum(_padded(2 * size) + _padded(values * itemsize) for itemsize, size, values in sizes)
 
@@ -180,7 +173,6 @@ class ChangesBucket:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of all rows."""
         return max(self.row_bytes, default=0) * len(self.row_bytes)
 
     def gather(self) -> torch.Tensor:

@@ -41,10 +41,7 @@ _MOST_OF_THE_DIFFERENCE = 0.8
 
 @dataclass
 class Comparison:
-    """An actor, its engine, and sequences that both score; all methods are collective.
-
-    `differences` must be called before `router_cause`.
-    """
+    """Compare an actor and its engine on sequences; all methods are collective; `differences` comes first."""
 
     actor: nn.Module
     engine: Any
@@ -70,11 +67,7 @@ class Comparison:
         return log_prob_differences(own, of_engine, self._mask, ratio_band).over_ranks()
 
     def weight_causes(self, steps_since_update: int, *, is_required: bool) -> dict[str, str]:
-        """Compare the weights of actor and engine: causes "weights" and "dtype".
-
-        Raises:
-            RolloutError: ``is_required``, and an engine computes no checksums.
-        """
+        """Find the causes "weights" and "dtype"; with ``is_required``, an engine must compute checksums."""
         stepped = f"the actor has taken {counted(steps_since_update, 'optimizer step')} since its weights were sent"
         held, dtypes = self._weights_of_engine(is_required=is_required)
         if not any_rank(held is not None):
@@ -135,12 +128,7 @@ class Comparison:
         }
 
     def router_cause(self, tolerance: float, *, is_last_candidate: bool) -> dict[str, str]:
-        """Compare the chosen experts of actor and engine; without those of the engine, look for few large differences.
-
-        Args:
-            tolerance: mean difference that rounding explains.
-            is_last_candidate: whether no other cause was found.
-        """
+        """Compare the chosen experts; without those of the engine, look for few large differences."""
         if not self.has_routers:
             return {}
         own, of_engine = self._experts()

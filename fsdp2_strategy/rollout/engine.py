@@ -340,11 +340,7 @@ class CountedStream:
             yield name, tensor
 
     def exhaust(self) -> None:
-        """Iterate over the tensors that the engine did not take, so that this rank runs all collectives of the stream.
-
-        Raises:
-            Exception: the error of the stream, also if the engine caught it.
-        """
+        """Run all collectives of the stream; raise its error, also if the engine caught it."""
         for _, tensor in self._stream:
             self._left += 1
             self.nbytes += tensor.nbytes

@@ -402,11 +402,7 @@ def _received(header: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> Cha
 
 
 def _text(value: object) -> str:
-    """Return a received name.
-
-    Raises:
-        ValueError: it is something else, or too long.
-    """
+    """Return a received name; raise ValueError if it is something else, or too long."""
     if type(value) is not str or len(value) > _MOST_CHARACTERS:
         raise ValueError(f"the name {short(value)}")
     return value

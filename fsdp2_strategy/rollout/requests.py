@@ -243,11 +243,7 @@ _LEAST_POSITIONS = 2
 
 
 def checked_names(allowed_arguments: Collection[str]) -> frozenset[str]:
-    """Return the names of additional arguments that a server allows.
-
-    Raises:
-        RolloutError: they are not names, or are names of arguments that cannot be allowed.
-    """
+    """Return the names of additional arguments that a server allows; raise if one cannot be allowed."""
     names = [allowed_arguments] if isinstance(allowed_arguments, str) else list(allowed_arguments)
     for name in names:
         if not isinstance(name, str) or not name.isidentifier() or name in _NEVER:
@@ -261,18 +257,7 @@ def checked_names(allowed_arguments: Collection[str]) -> frozenset[str]:
 def check_arguments(
     engine: Any, call: str, args: Sequence[Any], kwargs: Mapping[Any, Any], allowed: Collection[str]
 ) -> None:
-    """Raise if a trainer may not pass these arguments to an engine; see [Note: allowed arguments].
-
-    Args:
-        engine: the engine.
-        call: one of `CALLS`.
-        args: arguments by position.
-        kwargs: arguments by name.
-        allowed: additional names; see `checked_names`.
-
-    Raises:
-        RolloutError: there is an unknown argument, or one has another type or is out of bounds.
-    """
+    """Raise if a trainer may not pass these arguments to an engine; see [Note: allowed arguments]."""
     own, positions = _own_parameters(getattr(engine, call))
     known = _ARGUMENTS.get(call, {})
     is_scoring = known is _SCORES

@@ -103,15 +103,7 @@ class SamplingPlan:
 
 
 def plan(sampling_params: object, end_tokens: Sequence[int]) -> SamplingPlan:
-    """Translate sampling parameters.
-
-    Args:
-        sampling_params: a mapping with SGLang's or vLLM's names, or vLLM's ``SamplingParams``; None for the defaults.
-        end_tokens: the model's own end-of-sequence tokens.
-
-    Raises:
-        RolloutError: transformers has no equal of a parameter, or its name is unknown.
-    """
+    """Translate SGLang's or vLLM's parameters (a mapping or an object; None: the defaults) for ``generate``."""
     given = _as_mapping(sampling_params)
     options: dict[str, Any] = {"max_new_tokens": _TOKEN_LIMIT["max_new_tokens"], "min_new_tokens": 0}
     # All are passed, so that the model's own generation configuration changes none of them.

@@ -18,11 +18,7 @@ _REQUIRED = object()
 
 
 def option(args: Any, name: str, default: Any = _REQUIRED) -> Any:
-    """Return an option, or the default if it is absent or None.
-
-    Raises:
-        RolloutError: there is neither a value nor a default.
-    """
+    """Return an option, or the default if it is absent or None; without a default, raise."""
     value = args.get(name) if isinstance(args, Mapping) else getattr(args, name, None)
     if value is not None:
         return value

@@ -209,10 +209,7 @@ class _SentDtypes:
         self._kept: dict[torch.dtype, dict[str, torch.dtype]] = {}
 
     def take(self, name: str, dtype: torch.dtype) -> None:
-        """Cast a parameter to the dtype of values that will be written into it.
-
-        If other values of this update are in it already, cast it to a dtype that can hold both.
-        """
+        """Cast a parameter to the dtype of values to write, or to one that also holds values written before."""
         parameter = self._parameters.get(name)
         if parameter is None or not (parameter.is_floating_point() and dtype.is_floating_point):
             return
