@@ -173,6 +173,7 @@ class ChangesBucket:
 
     @property
     def nbytes(self) -> int:
+        """Number of bytes of all rows, which have equal lengths."""
         return max(self.row_bytes, default=0) * len(self.row_bytes)
 
     def gather(self) -> torch.Tensor:

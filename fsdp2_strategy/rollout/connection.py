@@ -59,6 +59,7 @@ from fsdp2_strategy.rollout.handshake import (
     greet_engine,
     greet_trainer,
     read_exactly,
+    shut_down,
 )
 from fsdp2_strategy.rollout.wire_values import describe, described
 from fsdp2_strategy.storage.safetensors_format import memory_of
@@ -194,7 +195,7 @@ class Listener:
                     [(busiest, _)] = Counter(each.host for each in self._half_open).most_common(1)
                     oldest = next(each for each in self._half_open if each.host == busiest)
                     del self._half_open[oldest]
-                    oldest.shut_down()
+                    shut_down(oldest.socket)
                 self._half_open[half] = None
             try:
                 threading.Thread(target=self._admit, args=(half,), daemon=True).start()
@@ -549,8 +550,7 @@ class Connection:
         """Close the connection, which wakes all waiting calls at both ends; idempotent."""
         self._closed.set()
         for each in (self._requests, self._heartbeats):
-            with suppress(OSError):
-                socket.socket.shutdown(each, socket.SHUT_RDWR)  # that of SSLSocket would go on in clear text
+            shut_down(each)
         with self._in_use:  # close only when no thread uses the descriptor: its number may be reused
             for stream in (self._input, self._requests):
                 with suppress(OSError):

@@ -96,10 +96,11 @@ class HalfOpen:
     host: str
     """Name or address of the other end."""
 
-    def shut_down(self) -> None:
-        """Wake the thread that uses the socket."""
-        with suppress(OSError):
-            socket.socket.shutdown(self.socket, socket.SHUT_RDWR)  # that of SSLSocket would go on in clear text
+
+def shut_down(connected: socket.socket) -> None:
+    """Wake the threads that use a socket."""
+    with suppress(OSError):
+        socket.socket.shutdown(connected, socket.SHUT_RDWR)  # that of SSLSocket would go on in clear text
 
 
 def greet_engine(half: HalfOpen, purpose: bytes, trainer: bytes, credentials: Credentials, deadline: float) -> Keys:

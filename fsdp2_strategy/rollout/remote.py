@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from weakref import finalize
 
 import torch
@@ -44,7 +44,15 @@ from fsdp2_strategy.rollout.connection import (
 )
 from fsdp2_strategy.rollout.difference import Change, TensorDifference
 from fsdp2_strategy.rollout.engine import ENGINES, CountedStream
-from fsdp2_strategy.rollout.protocol import Changes, RolloutEngine, Weights, check_takes_changes
+from fsdp2_strategy.rollout.protocol import (
+    Changes,
+    Engine,
+    RolloutEngine,
+    Weights,
+    check_takes_changes,
+    engine_of,
+    lacks,
+)
 from fsdp2_strategy.rollout.requests import CALLS, check_arguments, checked_names
 from fsdp2_strategy.rollout.trainer_arguments import option
 from fsdp2_strategy.rollout.wire_values import checked_shape, from_json, is_plain, short, to_json
@@ -57,7 +65,7 @@ _MOST_CHARACTERS = 4096
 """Maximum length of the name of a weight or of a version, and of an error that is shown."""
 
 
-class RemoteEngine:
+class RemoteEngine(Engine):
     """Call an engine in another process; not collective: only one rank creates this object.
 
     Each method calls the method of the same name on the engine in the other process, and returns its result. Tensors in
@@ -101,7 +109,6 @@ class RemoteEngine:
         self._connection = connect(address, peer, credentials, timeout_seconds, self._progress_seconds)
         self._turn = threading.Lock()
         self._lost: str | None = None
-        self._sleeps = False
         # Called by `close`, when this object is garbage collected, or at exit.
         self._finalizer = finalize(self, _disconnect, self._connection, self._turn)
 
@@ -119,10 +126,9 @@ class RemoteEngine:
         self._send_weights({"call": "update_changed_weights", "since": since, "version": version}, changes)
 
     @property
-    def weights_version(self) -> str | None:
+    def weights_version(self) -> str | None:  # type: ignore[override]
         """The version of the engine's weights; None if it has none, or does not take weights by difference."""
-        version: str | None = self._ask("weights_version")
-        return version
+        return cast("str | None", self._ask("weights_version"))
 
     def _send_weights(self, request: dict[str, Any], weights: Changes) -> None:
         action = "update weights"
@@ -148,29 +154,24 @@ class RemoteEngine:
 
     def weight_checksums(self) -> dict[str, str]:
         """Return the checksums of the engine's weights by Hugging Face name."""
-        checksums: dict[str, str] = self._ask("weight_checksums")
-        return checksums
+        return cast("dict[str, str]", self._ask("weight_checksums"))
 
     def weight_dtypes(self) -> dict[str, str] | None:
         """Return the dtypes of the engine's weights by Hugging Face name; None if the engine does not report them."""
-        dtypes: dict[str, str] | None = self._ask("weight_dtypes")
-        return dtypes
+        return cast("dict[str, str] | None", self._ask("weight_dtypes"))
 
     def sleep(self) -> None:
         """Put the engine to sleep, which frees its device memory."""
         self._ask("sleep")
-        self._sleeps = True
 
     def wake_up(self) -> None:
         """Wake the engine, so that it can generate or load weights."""
         self._ask("wake_up")
-        self._sleeps = False
 
     @property
-    def is_asleep(self) -> bool:
+    def is_asleep(self) -> bool:  # type: ignore[override]
         """Whether the engine is asleep: its own ``is_asleep`` if it has one, else whether `sleep` was called last."""
-        state = self._ask("is_asleep")
-        return self._sleeps if state is None else bool(state)
+        return bool(self._ask("is_asleep"))
 
     def generate(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the engine's ``generate`` with the same arguments, and return its result."""
@@ -180,15 +181,13 @@ class RemoteEngine:
         self, sequences: torch.Tensor, attention_mask: torch.Tensor | None = None, **inputs: Any
     ) -> torch.Tensor | None:
         """Return the engine's log-probabilities of sequences; None if it computes none; see `RolloutEngine`."""
-        log_probs: torch.Tensor | None = self._ask("log_probs", sequences, attention_mask, **inputs)
-        return log_probs
+        return cast("torch.Tensor | None", self._ask("log_probs", sequences, attention_mask, **inputs))
 
     def routed_experts(
         self, sequences: torch.Tensor, attention_mask: torch.Tensor | None = None, **inputs: Any
     ) -> torch.Tensor | None:
         """Return the experts that the engine chooses for sequences; None if it does not report them."""
-        experts: torch.Tensor | None = self._ask("routed_experts", sequences, attention_mask, **inputs)
-        return experts
+        return cast("torch.Tensor | None", self._ask("routed_experts", sequences, attention_mask, **inputs))
 
     def _ask(self, call: str, /, *args: Any, **kwargs: Any) -> Any:
         tensors: list[torch.Tensor] = []
@@ -275,13 +274,14 @@ def serve(
             store of the default group is unreachable.
     """
     allowed, progress_seconds = checked_names(allowed_arguments), _checked_limit(progress_seconds)
+    called = engine_of(engine)
     name = f"rank {peer}" if address is None else f"connected to {address}"
     listener = listen(address, peer, {"secret": secret, "secret_file": secret_file, "tls": tls})
     connection = listener.accept(timeout_seconds, progress_seconds)
     logger.info("serving the trainer (%s)", name)
     try:
         while (request := connection.receive())[0].get("call") != "goodbye":
-            _execute(engine, connection, *request, allowed)
+            _execute(called, connection, *request, allowed)
         connection.send({"result": None})
         logger.info("the trainer (%s) has disconnected", name)
     except ConnectionLostError as error:
@@ -305,7 +305,7 @@ def _checked_limit(progress_seconds: float | None) -> float | None:
 
 
 def _execute(
-    engine: RolloutEngine,
+    engine: Engine,
     connection: Connection,
     request: Mapping[str, Any],
     arguments: Sequence[torch.Tensor],
@@ -328,25 +328,29 @@ def _execute(
         connection.send({"error": text})
 
 
-def _call(engine: Any, request: Mapping[str, Any], tensors: Sequence[torch.Tensor], allowed: Collection[str]) -> Any:
+def _call(engine: Engine, request: Mapping[str, Any], tensors: Sequence[torch.Tensor], allowed: Collection[str]) -> Any:
     with protocol_errors():
         call = _text(request["call"])
         args = [from_json(value, tensors) for value in request["args"]]
         kwargs = {_text(name): from_json(value, tensors) for name, value in request["kwargs"].items()}
-    if call in ("is_asleep", "weights_version"):
+    if call == "is_asleep":
+        return engine.is_asleep
+    if call == "weights_version":
         return getattr(engine, call, None)
-    if call in _OPTIONAL and not hasattr(engine, call):
+    is_lacking = call in CALLS and lacks(engine, call)
+    if is_lacking and call in _OPTIONAL:
         return None
-    if call not in CALLS or not callable(method := getattr(engine, call, None)):
+    if is_lacking or call not in CALLS:
         raise RolloutError(
-            f"cannot call {short(call)}: {type(engine).__name__} has no method of this name that a trainer may call, "
+            f"cannot call {short(call)}: {engine.class_name} has no method of this name that a trainer may call, "
             "expected one. Add it to the engine."
         )
-    check_arguments(engine, call, args, kwargs, allowed)
+    method = getattr(engine, call)
+    check_arguments(method, call, args, kwargs, allowed)
     return method(*args, **kwargs)
 
 
-def _update(engine: Any, connection: Connection, request: Mapping[str, Any]) -> None:
+def _update(engine: Engine, connection: Connection, request: Mapping[str, Any]) -> None:
     """Pass the received weights to the engine; also receive the weights that the engine does not take."""
     with ThreadPoolExecutor(1) as receiver:
         stream = CountedStream(_received_weights(connection, receiver), hashed=False)

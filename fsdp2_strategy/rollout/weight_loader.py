@@ -65,13 +65,7 @@ class WeightLoader:
 
     @torch.no_grad()
     def load(self, weights: Weights | Changes, *, only_changed: bool = False) -> None:
-        """Write weights into the model; raise if a weight is missing, unknown, repeated or has another shape.
-
-        Args:
-            weights: all weights; or, with ``only_changed``, those that have changed, where differences may stand for
-                tensors.
-            only_changed: the model has all weights in an earlier version; weights may be missing.
-        """
+        """Write all weights into the model, or, with ``only_changed``, those that differ from the model's."""
         writer = _Writer(self._model, self._direct, self._computed, self._regions)
         if self._takes_sent_dtype and not only_changed:
             writer.dtypes = _SentDtypes(self._model, writer.state)
@@ -107,14 +101,7 @@ class WeightLoader:
 
 
 class _Writer:
-    """Write the weights of one update into the model's parameters.
-
-    Args:
-        model: the model.
-        direct: for each weight, the parameters and pieces that are copied from it.
-        computed: parameters and pieces that are computed, and the weights that this needs.
-        regions: how each weight is made of the parameters.
-    """
+    """Write the weights of one update into the model's parameters, with the tables of a `WeightLoader`."""
 
     def __init__(
         self,
