@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -164,13 +165,10 @@ class Rollout:
 
     def _send(self, actor: nn.Module, *, verify: bool) -> WeightUpdate:
         sent = CountedStream(stream_weights(actor, dtype=self._dtype_of(actor)), hashed=verify)
-        try:
-            if self._engine is not None:
-                self._engine.update_weights(iter(sent))
-        finally:
+        if self._engine is None:
             sent.exhaust()
-        if self._engine is not None:
-            sent.check_complete()
+        else:
+            sent.pass_to(self._engine.update_weights)
             sent.check_held(self._engine)
         return WeightUpdate(None, is_full=True, sent_bytes=sent.nbytes, full_bytes=sent.nbytes, retained_bytes=0)
 
@@ -216,14 +214,11 @@ class Rollout:
         with all_or_none(_UPDATE, RolloutError):
             stream = stream_weights(actor, dtype=self._dtype_of(actor), since=since, retain=retain)
             sent = CountedStream(stream, hashed=False)
-            try:
-                if self._engine is not None:
-                    known = "" if stream.is_full else since
-                    self._engine.update_changed_weights(iter(sent), since=known, version=stream.version)
-            finally:
+            if self._engine is None:
                 sent.exhaust()
-            if self._engine is not None:
-                sent.check_complete()
+            else:
+                known = "" if stream.is_full else since
+                sent.pass_to(partial(self._engine.update_changed_weights, since=known, version=stream.version))
         return WeightUpdate(stream.version, stream.is_full, sent.nbytes, stream.full_bytes, stream.retained_bytes)
 
     def _check_held(self, actor: nn.Module) -> None:
@@ -341,8 +336,12 @@ class CountedStream:
         if self._failure is not None:
             raise self._failure
 
-    def check_complete(self) -> None:
-        """Raise if the engine did not take all tensors."""
+    def pass_to(self, load: Callable[[Iterator[tuple[str, Any]]], object]) -> None:
+        """Pass all tensors to an engine's method; raise if it did not take all of them."""
+        try:
+            load(iter(self))
+        finally:
+            self.exhaust()
         if self._left:
             raise RolloutError(
                 f"cannot update weights: the engine took {self._taken} tensors of {self._taken + self._left}, expected "

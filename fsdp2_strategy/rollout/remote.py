@@ -140,7 +140,12 @@ class RemoteEngine(Engine):
                     if isinstance(given, TensorDifference):
                         self._connection.send({"weight": name, "shape": given.shape}, given.encoded, flush=False)
                         continue
-                    _check_plain(name, given)
+                    if not is_plain(given):
+                        raise RolloutError(
+                            f"cannot send {name}: it is a {type(given).__name__} ({given.layout}, {given.dtype}, "
+                            f"{given.device}), expected a plain dense tensor. Pass its full_tensor(), to_dense() or "
+                            "dequantize()."
+                        )
                     self._connection.send({"weight": name}, [given], flush=False)
             except ConnectionLostError:
                 raise
@@ -354,17 +359,17 @@ def _update(engine: Engine, connection: Connection, request: Mapping[str, Any]) 
     """Pass the received weights to the engine; also receive the weights that the engine does not take."""
     with ThreadPoolExecutor(1) as receiver:
         stream = CountedStream(_received_weights(connection, receiver), hashed=False)
-        try:
+
+        def load(weights: Iterator[tuple[str, Any]]) -> None:
             if request["call"] == "update_weights":
-                engine.update_weights(iter(stream))
-            else:
-                check_takes_changes(engine)
-                with protocol_errors():
-                    versions = {name: _text(request[name]) for name in ("since", "version")}
-                engine.update_changed_weights(iter(stream), **versions)
-        finally:
-            stream.exhaust()
-        stream.check_complete()
+                engine.update_weights(weights)
+                return
+            check_takes_changes(engine)
+            with protocol_errors():
+                versions = {name: _text(request[name]) for name in ("since", "version")}
+            engine.update_changed_weights(weights, **versions)
+
+        stream.pass_to(load)
 
 
 def _received_weights(connection: Connection, receiver: ThreadPoolExecutor) -> Changes:
@@ -436,14 +441,6 @@ def _disconnect(connection: Connection, turn: threading.Lock) -> None:
         if not turn.acquire(timeout=_LEAVE_SECONDS):
             return
     turn.release()
-
-
-def _check_plain(name: str, tensor: torch.Tensor) -> None:
-    if not is_plain(tensor):
-        raise RolloutError(
-            f"cannot send {name}: it is a {type(tensor).__name__} ({tensor.layout}, {tensor.dtype}, {tensor.device}), "
-            "expected a plain dense tensor. Pass its full_tensor(), to_dense() or dequantize()."
-        )
 
 
 def _remote_engine(args: Any, actor: nn.Module | None, _dtype: torch.dtype | None) -> RolloutEngine | None:

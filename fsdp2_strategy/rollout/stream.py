@@ -41,7 +41,7 @@ from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.model.weight_versions import WeightWatch
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.rollout.bucket import may_start_early
-from fsdp2_strategy.rollout.changes import Found, compare, decide
+from fsdp2_strategy.rollout.changes import ChangesBucket, decide
 from fsdp2_strategy.rollout.difference import Change
 from fsdp2_strategy.rollout.retained import Retain, Retained
 from fsdp2_strategy.rollout.stream_plan import Item, RegionBucket, cached_items, facts_of, make_items, pack
@@ -258,13 +258,16 @@ def _stream_changes(
                 last = model_state(root).set(_LAST, _Last(facts, Retained(retain), origin))
                 for name, part in parts.items():
                     last.retained.store(name, part)
-                compared = None
             else:
                 last.is_complete = False
-                compared = [compare(item, last.retained) for item in items]
-        found = Found(items, []) if compared is None else decide(compared, bucket_bytes, is_collective=is_collective)
+                retained = last.retained
+                changes = [{name: retained.changes(name, part) for name, part in i.parts.items()} for i in items]
+        full: list[Item] = items
+        buckets: list[ChangesBucket] = []
+        if not is_full:
+            full, buckets = decide(items, changes, bucket_bytes, is_collective=is_collective)
     last.count += 1
-    stream = WeightStream(_run_changes(found, bucket_bytes, last, source))
+    stream = WeightStream(_run_changes(full, buckets, bucket_bytes, last, source))
     stream.is_full, stream.version, stream.retained_bytes = is_full, last.next_version, last.retained.nbytes
     stream.full_bytes = sum(r.numel() * r.dtype.itemsize for item in items for r in item.regions.values())
     return stream
@@ -380,16 +383,18 @@ def _stream_adapter(source: _Source, adapter: str) -> Iterator[tuple[str, torch.
 
 
 def _run_changes(
-    found: Found, bucket_bytes: int, last: _Last, source: _Source
+    full: Sequence[Item], buckets: Sequence[ChangesBucket], bucket_bytes: int, last: _Last, source: _Source
 ) -> Generator[tuple[str, Change], None, None]:
-    """Yield what was found; collective. When all of it was requested, the version of the stream is known."""
-    yield from source.checked(_run_found(found, bucket_bytes, source))
+    """Yield what `decide` returned; collective. When all of it was requested, the version of the stream is known."""
+    yield from source.checked(_run_decided(full, buckets, bucket_bytes, source))
     last.is_complete = True
 
 
-def _run_found(found: Found, bucket_bytes: int, source: _Source) -> Generator[tuple[str, Change], None, None]:
+def _run_decided(
+    full: Sequence[Item], buckets: Sequence[ChangesBucket], bucket_bytes: int, source: _Source
+) -> Generator[tuple[str, Change], None, None]:
     """Yield the differences, which were found at the call, and then the full tensors; collective."""
-    waiting = deque(found.buckets)
+    waiting = deque(buckets)
     try:
         while waiting:
             yield from waiting.popleft().outputs()
@@ -397,10 +402,10 @@ def _run_found(found: Found, bucket_bytes: int, source: _Source) -> Generator[tu
         for bucket in waiting:
             bucket.gather()
         with suppress(RolloutError):  # of `source`, after the collectives
-            for _ in _run(found.full, bucket_bytes, source):
+            for _ in _run(full, bucket_bytes, source):
                 pass
         raise
-    yield from _run(found.full, bucket_bytes, source)
+    yield from _run(full, bucket_bytes, source)
 
 
 def _run(items: Sequence[Item], bucket_bytes: int, source: _Source) -> Generator[tuple[str, torch.Tensor], None, None]:
