@@ -440,12 +440,8 @@ def _connect_to(hosts: Sequence[str], port: int, where: str, deadline: float) ->
 class Connection:
     """A connection that sends JSON headers and tensors; see [Note: sessions] and [Note: heartbeats].
 
-    Args:
-        requests: the connected socket for headers and tensors, and its keys.
-        heartbeats: the connected socket for heartbeats, and its keys.
-        timeout_seconds: time without a heartbeat after which the connection is closed. If it is shorter than two
-            heartbeat intervals, two intervals are used.
-        progress_seconds: the limit of [Note: progress]; None for no limit.
+    It is closed after ``timeout_seconds`` without a heartbeat, at least two intervals of them; ``progress_seconds`` is
+    the limit of [Note: progress], None for none.
     """
 
     def __init__(
@@ -464,16 +460,10 @@ class Connection:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def send(self, header: Mapping[str, Any], tensors: Sequence[torch.Tensor] = (), *, flush: bool = True) -> None:
-        """Send a header and tensors; the caller may change the tensors after the call.
+        """Send JSON content and plain tensors, which may change after the call.
 
-        Args:
-            header: JSON content.
-            tensors: plain tensors; see `is_plain`.
-            flush: False if another message follows at once, so that small messages are sent together.
-
-        Raises:
-            RolloutError: the header is too large. Nothing has been sent.
-            ConnectionLostError: the connection is lost.
+        Without ``flush``, another message must follow at once; small messages are then sent together. If this raises
+        RolloutError, nothing has been sent.
         """
         text = json.dumps({**header, "tensors": describe(tensors)} if tensors else header).encode()
         if len(text) > sizes.HEADER_BYTES:

@@ -66,10 +66,14 @@ class Comparison:
 
     def differences(self, ratio_band: tuple[float, float]) -> LogProbDifferences:
         """Return the differences over the tokens of all ranks."""
-        own = self._log_probs_of_actor(self.temperature)
-        of_engine = own if self.of_engine is None else self.of_engine
+        own, of_engine = self._log_probs_at(self.temperature)
         self._absolute = (own.double() - of_engine.double()).abs()
         return log_prob_differences(own, of_engine, self._mask, ratio_band).over_ranks()
+
+    def _log_probs_at(self, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the actor's log-probabilities, and the engine's; without those, the actor's again."""
+        own = self._log_probs_of_actor(temperature)
+        return own, own if self.of_engine is None else self.of_engine
 
     def weight_causes(self, steps_since_update: int, *, is_required: bool) -> dict[str, str]:
         """Find the causes "weights" and "dtype"; with ``is_required``, an engine must compute checksums."""
@@ -115,13 +119,11 @@ class Comparison:
 
     def temperature_cause(self, mean: float, tolerance: float) -> dict[str, str]:
         """Search a temperature of the actor's logits at which the mean difference is within the tolerance."""
-        means = {}
-        for candidate in _TEMPERATURES:
-            if candidate != self.temperature:
-                own = self._log_probs_of_actor(candidate)
-                of_engine = own if self.of_engine is None else self.of_engine
-                found = log_prob_differences(own, of_engine, self._mask, (1.0, 1.0)).over_ranks()
-                means[candidate] = found.mean
+        means = {
+            candidate: log_prob_differences(*self._log_probs_at(candidate), self._mask, (1.0, 1.0)).over_ranks().mean
+            for candidate in _TEMPERATURES
+            if candidate != self.temperature
+        }
         best = min(means, key=means.__getitem__)
         if not means[best] <= min(tolerance, mean / 4):  # also if it is NaN
             return {}

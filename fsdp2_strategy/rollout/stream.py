@@ -115,22 +115,20 @@ def stream_weights(
     """Yield a model's weights as full tensors under Hugging Face names, each once; collective over the model's ranks.
 
     Every rank must iterate, even if it does not use the tensors. If a rank leaves the loop early, the iterator runs the
-    remaining collectives when it is closed. In ``for … in stream_weights(…)``, Python closes the iterator as soon as
-    the loop ends. If a variable refers to the iterator, close it yourself, for example with ``contextlib.closing``.
+    remaining collectives when it is closed: at the end of ``for … in stream_weights(…)``; if a variable refers to the
+    iterator, close it yourself, for example with ``contextlib.closing``.
 
     All tensors have the weights of the call. If the weights change before all of them are gathered (an optimizer step,
     a load, averages of `EMA.swapped_in`), the next tensor is an error. Offloading and reloading the model is allowed.
     PyTorch does not count changes through ``parameter.data``, so these are not noticed.
 
-    A tensor is contiguous and on this rank's device. It does not change while it is held, even if the model does.
-    Release each tensor before you request the next: the additional memory is then limited to two buckets, one being
-    read and one being gathered. A tensor whose layout in Hugging Face files differs from the model's is copied, which
-    takes further memory. To read a tensor on another CUDA stream, make that stream wait for the current stream
-    first, and hold the tensor until the read is complete.
+    A tensor is contiguous, on this rank's device, and does not change while it is held. Release each tensor before you
+    request the next: the additional memory is then limited to two buckets, one being read and one being gathered, and
+    copies of tensors whose layout in Hugging Face files differs from the model's. To read a tensor on another CUDA
+    stream, make that stream wait for the current stream first, and hold the tensor until the read is complete.
 
-    With ``since``, only the weights that have changed are sent, and ranks compare their shards when this function is
-    called. The first such stream, and each stream whose ``since`` is
-    not the version of the last complete one, sends all weights (``is_full``).
+    With ``since``, only the weights that have changed are sent, and ranks compare their shards in this call. The first
+    such stream, and each whose ``since`` is not the version of the last complete one, sends all (``is_full``).
 
     Args:
         model: sharded or not, offloaded or not, or a wrapper. For a model without sharded parameters, the call is not

@@ -103,17 +103,14 @@ class TransformersEngine(Engine):
     def update_changed_weights(self, changes: Changes, *, since: str, version: str) -> None:
         """Write the weights that have changed since a version in place; see `stream_weights`.
 
-        If the engine is asleep or has another version, it keeps its weights and its version. After any other error, it
-        has no version, and `generate` raises until an update succeeds.
-
         Args:
             changes: pairs of Hugging Face name and tensor or `TensorDifference`; all weights if ``since`` is empty.
             since: the version that the engine must have; empty if it need not have one.
             version: the version that it has afterwards.
 
         Raises:
-            RolloutError: the engine is asleep, or has another version; or a weight is unknown, repeated or has another
-                shape.
+            RolloutError: the engine is asleep, or has another version, and keeps it; or a weight is unknown, repeated
+                or has another shape: then it has no version, and `generate` raises until an update succeeds.
         """
         self._check_awake("update its weights")
         if since and since != self.weights_version:
