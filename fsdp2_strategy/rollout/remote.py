@@ -31,7 +31,7 @@ from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.agreement import error_text
 from fsdp2_strategy.distributed.log import logger
 from fsdp2_strategy.distributed.process_group import group_in_use, is_rank_0, ranks_of
-from fsdp2_strategy.errors import RolloutError
+from fsdp2_strategy.errors import RolloutError, shown
 from fsdp2_strategy.rollout.connection import (
     PROGRESS_SECONDS,
     Connection,
@@ -55,12 +55,11 @@ from fsdp2_strategy.rollout.protocol import (
 )
 from fsdp2_strategy.rollout.requests import CALLS, check_arguments, checked_names
 from fsdp2_strategy.rollout.trainer_arguments import option
-from fsdp2_strategy.rollout.wire_values import checked_shape, from_json, is_plain, short, to_json
+from fsdp2_strategy.rollout.wire_values import checked_shape, from_json, is_plain, to_json
 
 _LEAVE_SECONDS = 1.0
 _OPTIONAL = ("weight_dtypes", "log_probs", "routed_experts")
 """Calls whose result is None if the engine does not have them."""
-_UPDATES = ("update_weights", "update_changed_weights")
 _MOST_CHARACTERS = 4096
 """Maximum length of the name of a weight or of a version, and of an error that is shown."""
 
@@ -320,16 +319,17 @@ def _execute(
     call = request.get("call")
     tensors: list[torch.Tensor] = []
     try:
-        is_update = call in _UPDATES
-        if is_update:
+        result = None
+        if call in ("update_weights", "update_changed_weights"):
             _update(engine, connection, request)
-        result = None if is_update else _call(engine, request, arguments, allowed)
+        else:
+            result = _call(engine, request, arguments, allowed)
         connection.send({"result": to_json(_without_cache(result), "the result", tensors)}, tensors)
     except ConnectionLostError:
         raise
     except Exception as failure:  # noqa: BLE001  any failure is sent to the trainer
         text = error_text(failure)[:_MOST_CHARACTERS]
-        logger.warning("cannot execute %s: %s", short(call), text)
+        logger.warning("cannot execute %s: %s", shown(call), text)
         connection.send({"error": text})
 
 
@@ -347,7 +347,7 @@ def _call(engine: Engine, request: Mapping[str, Any], tensors: Sequence[torch.Te
         return None
     if is_lacking or call not in CALLS:
         raise RolloutError(
-            f"cannot call {short(call)}: {engine.class_name} has no method of this name that a trainer may call, "
+            f"cannot call {shown(call)}: {engine.class_name} has no method of this name that a trainer may call, "
             "expected one. Add it to the engine."
         )
     method = getattr(engine, call)
@@ -413,7 +413,7 @@ def _received(header: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> Cha
 def _text(value: object) -> str:
     """Return a received name; raise ValueError if it is something else, or too long."""
     if type(value) is not str or len(value) > _MOST_CHARACTERS:
-        raise ValueError(f"the name {short(value)}")
+        raise ValueError(f"the name {shown(value)}")
     return value
 
 

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from fsdp2_strategy.errors import RolloutError, did_you_mean
-from fsdp2_strategy.rollout.wire_values import short
+from fsdp2_strategy.errors import RolloutError, did_you_mean, shown
 
 CALLS = ("weight_checksums", "weight_dtypes", "sleep", "wake_up", "generate", "log_probs", "routed_experts")
 """Methods of an engine that a trainer may call."""
@@ -205,7 +204,7 @@ def checked_names(allowed_arguments: Collection[str]) -> frozenset[str]:
     for name in names:
         if not isinstance(name, str) or not name.isidentifier() or name in _NEVER:
             raise RolloutError(
-                f"cannot serve: allowed_arguments has {short(name)}, expected names of arguments that are values, "
+                f"cannot serve: allowed_arguments has {shown(name)}, expected names of arguments that are values, "
                 "because a trainer must not choose code, files or models of this process. Set it in the engine."
             )
     return frozenset(names)
@@ -232,7 +231,7 @@ def check_arguments(
         listed = [*others, *(name for name in known if name not in MODEL_INPUTS)]
         expected = f"a tensor of the model such as pixel_values, or one of {', '.join(listed)}" if listed else "none"
         raise RolloutError(
-            f"cannot call {call}: the argument {short(unknown[0])} was passed, expected {expected}."
+            f"cannot call {call}: the argument {shown(unknown[0])} was passed, expected {expected}."
             f"{did_you_mean(str(unknown[0]), [*known, *others])} Other arguments must be allowed where the engine is "
             "served: serve(..., allowed_arguments=[...])."
         )
@@ -247,7 +246,7 @@ def _check_sampling(call: str, parameters: Mapping[Any, Any]) -> None:
     for name, value in parameters.items():
         if name not in SAMPLING:
             raise RolloutError(
-                f"cannot call {call}: the sampling parameter {short(name)} was passed, expected one of "
+                f"cannot call {call}: the sampling parameter {shown(name)} was passed, expected one of "
                 f"{', '.join(SAMPLING)}.{did_you_mean(str(name), SAMPLING)} Set others in the engine that is served."
             )
         if value is not None and not SAMPLING[name].allows(value):
@@ -262,8 +261,8 @@ def _each(parameters: Any) -> Sequence[Mapping[Any, Any]]:
 
 
 def _wrong_value(call: str, what: str, value: Any, expected: str) -> RolloutError:
-    shown = f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else short(value)
-    return RolloutError(f"cannot call {call}: {what} is {shown}, expected {expected}. Pass that.")
+    found = f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else shown(value)
+    return RolloutError(f"cannot call {call}: {what} is {found}, expected {expected}. Pass that.")
 
 
 def _own_parameters(method: Callable[..., Any]) -> tuple[set[str], int]:

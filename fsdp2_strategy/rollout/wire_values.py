@@ -16,7 +16,7 @@ import torch
 
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.process_group import current_device
-from fsdp2_strategy.errors import RolloutError
+from fsdp2_strategy.errors import RolloutError, shown
 
 _DEEPEST = 64
 """Maximum nesting of a value."""
@@ -55,7 +55,7 @@ def described(header: Mapping[str, Any], count: int) -> list[tuple[torch.dtype, 
     tensors, total = [], 0
     for each in given:
         if not isinstance(each, list) or len(each) != 2 or not isinstance(each[0], str) or each[0] not in _DTYPES:
-            raise ValueError(f"a tensor with the description {short(each)}")
+            raise ValueError(f"a tensor with the description {shown(each)}")
         dtype, shape = _DTYPES[each[0]], checked_shape(each[1])
         total += math.prod(shape) * dtype.itemsize
         if total > _MOST_BYTES:
@@ -68,16 +68,10 @@ def checked_shape(shape: object) -> list[int]:
     """Return a received shape; raise ValueError if it is malformed or too large."""
     is_shape = isinstance(shape, list) and len(shape) <= _MOST_DIMENSIONS
     if not is_shape or any(type(size) is not int or not 0 <= size < 1 << 62 for size in shape):  # type: ignore[attr-defined]
-        raise ValueError(f"the shape {short(shape)}")
+        raise ValueError(f"the shape {shown(shape)}")
     if math.prod(shape) >= 1 << 62 or math.prod(filter(None, shape)) >= 1 << 62:  # type: ignore[call-overload]
-        raise ValueError(f"the shape {short(shape)}")  # torch multiplies the strides of empty tensors, too
+        raise ValueError(f"the shape {shown(shape)}")  # torch multiplies the strides of empty tensors, too
     return shape  # type: ignore[return-value]
-
-
-def short(value: object, most: int = 200) -> str:
-    """Return a value's text for a message, of at most ``most`` characters."""
-    text = repr(value[:most] if isinstance(value, str | list) else value)
-    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def to_json(value: Any, what: str, tensors: list[torch.Tensor], depth: int = 0) -> Any:
@@ -112,14 +106,14 @@ def from_json(value: Any, tensors: Sequence[torch.Tensor], depth: int = 0) -> An
     if depth > _DEEPEST:
         raise ValueError(f"a value that is nested more than {_DEEPEST} times")
     if not isinstance(value, dict) or len(value) != 1:
-        raise ValueError(f"the value {short(value)}")
+        raise ValueError(f"the value {shown(value)}")
     [(kind, inner)] = value.items()
     if kind == "tensor":
         if type(inner) is not int or not 0 <= inner < len(tensors):
-            raise IndexError(f"tensor {short(inner)} of {len(tensors)}")
+            raise IndexError(f"tensor {shown(inner)} of {len(tensors)}")
         return tensors[inner].to(current_device())
     if kind not in ("dict", "list", "tuple") or not isinstance(inner, list):
-        raise ValueError(f"the value {short(value)}")
+        raise ValueError(f"the value {shown(value)}")
     if kind == "dict":
         return {from_json(k, tensors, depth + 1): from_json(v, tensors, depth + 1) for k, v in inner}
     return (list if kind == "list" else tuple)(from_json(v, tensors, depth + 1) for v in inner)
