@@ -38,6 +38,7 @@ from fsdp2_strategy.rollout import (
     stream_weights,
 )
 from fsdp2_strategy.rollout.experts import has_routers
+from fsdp2_strategy.rollout.protocol import Engine
 from fsdp2_strategy.rollout.sampling import generate_samples
 
 LENGTH, ANSWER = 12, 5
@@ -275,7 +276,7 @@ def test_stale_weights_are_named():
         assert "Likely cause: weights: 21 weights" in message and "of 21 differ from the actor's" in message
         assert "the actor has taken 1 optimizer step since its weights were sent" in message
         assert message.count("Likely cause") == 1
-        with patch.object(TransformersEngine, "weight_checksums", None):  # as vLLM, which fuses weights
+        with patch.object(TransformersEngine, "weight_checksums", Engine.weight_checksums):  # as vLLM
             assert "weights: the actor has taken 1 optimizer step" in raised(strategy, actor)
         strategy.update_engine_weights(actor)
         assert check(strategy, actor, compare_weights=True).agrees
@@ -288,7 +289,7 @@ def test_weights_of_small_influence_are_compared_on_request():
             next(actor.parameters()).add_(1e-7)
         assert check(strategy, actor).agrees
         assert set(check(strategy, actor, compare_weights=True).causes) == {"weights"}
-        with patch.object(TransformersEngine, "weight_checksums", None):
+        with patch.object(TransformersEngine, "weight_checksums", Engine.weight_checksums):
             with pytest.raises(RolloutError, match="TransformersEngine has no weight_checksums"):
                 check(strategy, actor, compare_weights=True)
 
@@ -443,7 +444,7 @@ def test_a_router_that_chooses_other_experts_for_some_tokens_is_named():
             assert "router: other experts are chosen for" in message and message.count("Likely cause") == 1
             ids, attention, answers = sequences_of(strategy.get_rank())
             of_engine = strategy.inference_engine.log_probs(ids, attention)[:, -ANSWER:]
-        with patch.object(TransformersEngine, "routed_experts", None):
+        with patch.object(TransformersEngine, "routed_experts", Engine.routed_experts):
             with patch("fsdp2_strategy.rollout.disagreement._FEW_TOKENS", 0.5):
                 assert "as if the routers chose other experts" in raised(strategy, actor, engine_log_probs=of_engine)
             found = check(strategy, actor, engine_log_probs=-torch.rand(answers.shape))
@@ -491,7 +492,7 @@ def test_a_token_that_the_engine_gives_no_probability_is_an_unknown_cause():
     with trained("mixtral") as (strategy, actor):
         given = torch.full(sequences_of(0)[2].shape, -5.0)
         given[0, 0] = -math.inf  # as if the engine had removed the token with top_p after it was sampled
-        with patch.object(TransformersEngine, "routed_experts", None):
+        with patch.object(TransformersEngine, "routed_experts", Engine.routed_experts):
             found = check(strategy, actor, engine_log_probs=given)
         assert set(found.causes) == {"unknown"} and found.largest_difference == math.inf
 
@@ -547,7 +548,7 @@ def test_wrong_arguments_on_one_rank_are_errors_on_every_rank():
             with pytest.raises(RolloutError, match=match):
                 strategy.check_engine_agreement(actor, **(usual | options if strategy.get_rank() else usual))
         assert check(strategy, actor).agrees
-        with patch.object(TransformersEngine, "log_probs", None):
+        with patch.object(TransformersEngine, "log_probs", Engine.log_probs):
             with pytest.raises(RolloutError, match="TransformersEngine has no log_probs"):
                 check(strategy, actor)
         with pytest.raises(RolloutError, match="no rank has an engine"):

@@ -18,7 +18,7 @@ from fsdp2_strategy import FSDPV2Strategy
 from fsdp2_strategy.errors import RolloutError
 from fsdp2_strategy.integrations.lightrft import get_strategy
 from fsdp2_strategy.rollout import SGLangEngine, TransformersEngine, VLLMEngine, stream_weights
-from fsdp2_strategy.rollout.sampling import generate_tokens, plan
+from fsdp2_strategy.rollout.sampling import generate_samples, plan
 
 PROMPTS = [[3, 4, 5], [7], [5, 6, 7, 8, 9], [9, 8, 7]]
 GREEDY = {"max_new_tokens": 5, "temperature": 0}
@@ -30,6 +30,10 @@ def cleared(name="llama"):
     for parameter in model.parameters():
         parameter.data = torch.zeros_like(parameter, dtype=torch.bfloat16)
     return model
+
+
+def generate_tokens(model, prompts, sampling_params):
+    return [[sample.token_ids for sample in each] for each in generate_samples(model, prompts, sampling_params)]
 
 
 @contextmanager

@@ -24,9 +24,8 @@ from fsdp2_strategy.errors import RolloutError, counted
 from fsdp2_strategy.model.ranks import on_ranks_of
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.rollout.compared_sequences import ACTION, ComparedSequences
-from fsdp2_strategy.rollout.disagreement import Comparison
-from fsdp2_strategy.rollout.protocol import RolloutEngine
-from fsdp2_strategy.rollout.tokenizer_differences import text_causes
+from fsdp2_strategy.rollout.disagreement import Comparison, text_causes
+from fsdp2_strategy.rollout.protocol import Engine, RolloutEngine, engine_of
 
 _OPTIONS = (
     "attention_mask",
@@ -147,6 +146,7 @@ def check_engine_agreement(
         RolloutError: on every rank, if an argument is invalid, no rank has log-probabilities of an engine, or, with
             "raise", trainer and engine disagree.
     """
+    called = None if engine is None else engine_of(engine)
     with on_ranks_of(actor):
         with all_or_none(ACTION, RolloutError):
             _check_settings(ratio_band, tolerance, on_disagreement, inputs)
@@ -156,9 +156,9 @@ def check_engine_agreement(
         settings = (temperature, ratio_band, tolerance, on_disagreement, compare_weights, sent_dtype)
         check_equal(ACTION, settings, RolloutError, "the same settings on every rank. Pass the same ones.")
         with all_or_none(ACTION, RolloutError):
-            of_engine = _engine_log_probs(engine, engine_log_probs, compared, temperature)
+            of_engine = _engine_log_probs(called, engine_log_probs, compared, temperature)
             found = text_causes(tokenizers, engine_prompts, compared)
-        comparison = Comparison(actor, engine, compared, of_engine, temperature, sent_dtype)
+        comparison = Comparison(actor, called, compared, of_engine, temperature, sent_dtype)
         if engine_log_probs is not None:
             comparison.not_measured["order"] = (
                 "whether engine_log_probs are those of the last n tokens of sequences, in their order"
@@ -229,17 +229,16 @@ def _tolerance(actor: nn.Module, sent_dtype: torch.dtype | None) -> float:
 
 
 def _engine_log_probs(
-    engine: Any, given: torch.Tensor | None, compared: ComparedSequences, temperature: float
+    engine: Engine | None, given: torch.Tensor | None, compared: ComparedSequences, temperature: float
 ) -> torch.Tensor | None:
     """Return the engine's log-probabilities [batch, n] of this rank's answers; None on a rank without any."""
-    if given is None and engine is None:
-        return None
     if given is None:
-        method = getattr(engine, "log_probs", None)
-        computed = method and method(compared.ids, compared.mask, temperature=temperature, **compared.inputs)
+        if engine is None:
+            return None
+        computed = engine.log_probs(compared.ids, compared.mask, temperature=temperature, **compared.inputs)
         if computed is None:
             raise RolloutError(
-                f"cannot {ACTION}: {type(engine).__name__} has no log_probs, and engine_log_probs is None, expected "
+                f"cannot {ACTION}: {engine.class_name} has no log_probs, and engine_log_probs is None, expected "
                 "one of them. Pass those that it returned with the samples; see sampled_log_probs."
             )
         _check_result(computed, (compared.ids.shape[0], compared.ids.shape[1] - 1), "log_probs of the engine returned")

@@ -64,27 +64,19 @@ class Route:
 
 
 def routes_of(tensors: Mapping[str, torch.Tensor], differing: Collection[int]) -> dict[str, Route]:
-    """Return the route of each tensor: how its values are sent to every rank.
-
-    Args:
-        tensors: tensors as this rank holds them, by name.
-        differing: the ``id`` of each tensor whose values may differ between ranks (statistics of a batch norm).
-    """
-    route_by_layout: dict[object, Route] = {}  # tensors share a few layouts, and `_route_of` is slow
+    """Return each tensor's route; values of ``differing`` (by id) may differ between ranks, as batch statistics do."""
+    route_by_layout: dict[object, Route] = {}  # tensors share a few layouts, and `shard_group_of` is slow
     routes = {}
     for name, tensor in tensors.items():
         differs = id(tensor) in differing
         kind = (id(tensor.device_mesh), tensor.placements) if isinstance(tensor, DTensor) else differs
         if kind not in route_by_layout:
-            route_by_layout[kind] = _route_of(tensor, differs=differs)
+            if isinstance(tensor, DTensor):
+                route_by_layout[kind] = Route(holders=shard_group_of(tensor))
+            else:
+                route_by_layout[kind] = Route(from_rank_0_of=(group_in_use() or dist.group.WORLD) if differs else None)
         routes[name] = route_by_layout[kind]
     return routes
-
-
-def _route_of(tensor: torch.Tensor, *, differs: bool) -> Route:
-    if not isinstance(tensor, DTensor):
-        return Route(from_rank_0_of=(group_in_use() or dist.group.WORLD) if differs else None)
-    return Route(holders=shard_group_of(tensor))
 
 
 @dataclass(frozen=True, eq=False)

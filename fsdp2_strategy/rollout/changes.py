@@ -30,7 +30,7 @@ from fsdp2_strategy.distributed.process_group import (
 from fsdp2_strategy.model.boxes import row_major
 from fsdp2_strategy.rollout.bucket import Part, gather_rows
 from fsdp2_strategy.rollout.difference import TensorDifference, from_gaps
-from fsdp2_strategy.rollout.retained import Retained, ShardChanges
+from fsdp2_strategy.rollout.retained import ShardChanges
 from fsdp2_strategy.rollout.stream_plan import Item
 
 _ALIGNMENT = 16
@@ -38,59 +38,36 @@ _FULL = -1
 """Instead of a size: the changes of a shard would take as many bytes as the shard."""
 
 
-@dataclass(frozen=True)
-class Found:
-    """What changed in a model."""
-
-    full: Sequence[Item]
-    """Items that are sent in full."""
-    buckets: Sequence[ChangesBucket]
-    """Items that are sent as changes."""
-
-
-@dataclass(frozen=True, eq=False)
-class Compared:
-    """An item, and what changed in this rank's shards of it."""
-
-    item: Item
-    changes: dict[str, ShardChanges | None]
-
-
-def compare(item: Item, retained: Retained) -> Compared:
-    """Compare this rank's shards of an item with those that were sent last; remember the new ones; not collective."""
-    return Compared(item, {name: retained.changes(name, part) for name, part in item.parts.items()})
-
-
-def decide(compared: Sequence[Compared], bucket_bytes: int, *, is_collective: bool) -> Found:
-    """Decide on every rank what is sent in full, and what as changes; collective.
-
-    Args:
-        compared: the items of the stream in the same order on every rank.
-        bucket_bytes: limit on the bytes of the changes that are gathered together; one item may have more.
-        is_collective: whether the model has sharded parameters.
-    """
+def decide(
+    items: Sequence[Item],
+    changes: Sequence[Mapping[str, ShardChanges | None]],
+    bucket_bytes: int,
+    *,
+    is_collective: bool,
+) -> tuple[list[Item], list[ChangesBucket]]:
+    """Return the items to send in full, and those to send as this rank's ``changes`` of their parts; collective."""
     own = [
-        [_FULL, 0] if changes is None else [len(changes.gaps), len(changes.values)]
-        for each in compared
-        for changes in each.changes.values()
+        [_FULL, 0] if of_part is None else [len(of_part.gaps), len(of_part.values)]
+        for of_item in changes
+        for of_part in of_item.values()
     ]
     sizes_of_ranks = _gathered(own) if is_collective else [own]
     full, changed = [], []
     at = 0
-    for each in compared:
-        rows = _rows_of(each.item, is_collective=is_collective)
-        counts = {name: [sizes_of_ranks[row][at + i] for row in rows] for i, name in enumerate(each.changes)}
-        at += len(each.changes)
+    for item, of_item in zip(items, changes, strict=True):
+        rows = _rows_of(item, is_collective=is_collective)
+        counts = {name: [sizes_of_ranks[row][at + i] for row in rows] for i, name in enumerate(of_item)}
+        at += len(of_item)
         if not any(size for of_part in counts.values() for size, _ in of_part):
             continue
-        kept = {name: changes for name, changes in each.changes.items() if changes is not None}
-        one = _ChangedItem(each.item, kept, counts)
-        takes_fewer_bytes = not one.is_full_on_a_rank and one.nbytes < each.item.nbytes and one.is_short_for_receivers
-        if takes_fewer_bytes and _is_rearranged(each.item):
+        kept = {name: of_part for name, of_part in of_item.items() if of_part is not None}
+        one = _ChangedItem(item, kept, counts)
+        takes_fewer_bytes = not one.is_full_on_a_rank and one.nbytes < item.nbytes and one.is_short_for_receivers
+        if takes_fewer_bytes and _is_rearranged(item):
             changed.append(one)
         else:
-            full.append(each.item)
-    return Found(full, _pack(changed, bucket_bytes))
+            full.append(item)
+    return full, _pack(changed, bucket_bytes)
 
 
 def _gathered(own: list[list[int]]) -> list[list[list[int]]]:
@@ -158,7 +135,6 @@ class _ChangedItem:
         return nbytes < sum(region.numel() * region.dtype.itemsize for region in self.item.regions.values())
 
     def row_bytes(self, number: int) -> int:
-        """Return the number of bytes in the row of a rank."""
         sizes = ((part.dtype.itemsize, *self.counts[name][number]) for name, part in self.item.parts.items())
         return sum(_padded(2 * size) + _padded(values * itemsize) for itemsize, size, values in sizes)
 
@@ -180,7 +156,7 @@ class ChangesBucket:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of all rows."""
+        """Number of bytes of all rows, which have equal lengths."""
         return max(self.row_bytes, default=0) * len(self.row_bytes)
 
     def gather(self) -> torch.Tensor:

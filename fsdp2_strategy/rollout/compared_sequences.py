@@ -44,11 +44,7 @@ class ComparedSequences:
         answer_mask: torch.Tensor,
         inputs: Mapping[str, Any],
     ) -> ComparedSequences:
-        """Move the padding of sequences to the right; the arguments are those of `check_engine_agreement`.
-
-        Raises:
-            RolloutError: a shape is wrong, or ``answer_mask`` selects padding or the first token of a sequence.
-        """
+        """Move the padding of sequences to the right; the arguments are those of `check_engine_agreement`."""
         attention_mask = torch.ones_like(sequences) if attention_mask is None else attention_mask
         mask, answers = attention_mask.bool().to(sequences.device), answer_mask.bool().to(sequences.device)
         _check_shapes(sequences, mask, answers)
@@ -78,20 +74,12 @@ class ComparedSequences:
         return cls(moved(sequences), moved(mask).long(), moved_inputs, positions, answers)
 
     def in_given_layout(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the values [batch, n] of the last n tokens of the given sequences.
-
-        Args:
-            values: [batch, longest - 1], values of the tokens of ``ids`` without the first of each row.
-        """
+        """Return the values [batch, n] of the last n given tokens, of values [batch, longest - 1] of ``ids[:, 1:]``."""
         before = (self.positions[:, -self.answer_mask.shape[1] :] - 1).clamp(min=0)
         return values.gather(1, before.to(values.device))
 
     def follow_any(self, flags: torch.Tensor) -> torch.Tensor:
-        """Return [batch, n]: whether a token before each of the last n tokens has a flag.
-
-        Args:
-            flags: [batch, longest], bool, in the layout of ``ids``.
-        """
+        """Return [batch, n]: whether a token before each of the last n tokens has a flag [batch, longest]."""
         so_far = flags.long().cummax(dim=1).values.bool()
         return self.in_given_layout(so_far[:, :-1])
 

@@ -59,6 +59,7 @@ from fsdp2_strategy.rollout.handshake import (
     greet_engine,
     greet_trainer,
     read_exactly,
+    shut_down,
 )
 from fsdp2_strategy.rollout.wire_values import describe, described
 from fsdp2_strategy.storage.safetensors_format import memory_of
@@ -95,12 +96,7 @@ class ConnectionLostError(Exception):
 
 
 def peer_name(address: str | None, peer: int | None) -> str:
-    """Check an address or a rank, and return its name for messages.
-
-    Raises:
-        RolloutError: both address and peer are given, or neither; the address is malformed; or ``peer`` is not another
-            rank of an initialised default group.
-    """
+    """Check that exactly one of an address and a rank is given, and valid; return its name for messages."""
     if (address is None) == (peer is None):
         raise RolloutError(
             f"cannot reach another process: address is {address!r} and peer is {peer!r}, expected exactly one. Set the "
@@ -146,12 +142,7 @@ def _own_hosts(store: Any) -> list[str]:
 
 
 class Listener:
-    """The listening socket of a server, and the queue of waiting trainers; see [Note: sessions].
-
-    Args:
-        listening: the listening socket.
-        credentials: how trainers are authenticated.
-    """
+    """The listening socket of a server, and the queue of waiting trainers; see [Note: sessions]."""
 
     def __init__(self, listening: socket.socket, credentials: Credentials) -> None:
         self.credentials = credentials
@@ -172,12 +163,7 @@ class Listener:
         return int(self._socket.getsockname()[1])
 
     def accept(self, timeout_seconds: float, progress_seconds: float | None) -> Connection:
-        """Wait for a trainer, however long it takes, and return the connection to it.
-
-        Args:
-            timeout_seconds: see `Connection`.
-            progress_seconds: see `Connection`.
-        """
+        """Wait for a trainer, however long it takes; the limits are those of its `Connection`."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting)
@@ -209,7 +195,7 @@ class Listener:
                     [(busiest, _)] = Counter(each.host for each in self._half_open).most_common(1)
                     oldest = next(each for each in self._half_open if each.host == busiest)
                     del self._half_open[oldest]
-                    oldest.shut_down()
+                    shut_down(oldest.socket)
                 self._half_open[half] = None
             try:
                 threading.Thread(target=self._admit, args=(half,), daemon=True).start()
@@ -261,18 +247,7 @@ _listeners: dict[str, Listener] = {}
 
 
 def listen(address: str | None, peer: int | None, given: Mapping[str, Any]) -> Listener:
-    """Return the listener for an address or a rank; reuse the listener of an earlier session.
-
-    Args:
-        address: address to serve at; see `peer_name`.
-        peer: rank to serve; an alternative to ``address``.
-        given: the arguments ``secret``, ``secret_file`` and ``tls`` of `serve`. If all are None, a listener that exists
-            keeps its own.
-
-    Raises:
-        RolloutError: the address or rank is invalid; the address is in use, or is not an address of this host; the
-            secret cannot be used; or the store of the default group is unreachable.
-    """
+    """Return the listener for an address or a rank; an earlier one keeps its credentials if all ``given`` are None."""
     where = peer_name(address, peer)
     store = None if address is not None else default_store()
     hosts, port = (_own_hosts(store), 0) if address is None else ([_split(address)[0]], _split(address)[1])
@@ -304,11 +279,7 @@ def listen(address: str | None, peer: int | None, given: Mapping[str, Any]) -> L
 def credentials_of(
     secret: str | None = None, secret_file: Any = None, tls: ssl.SSLContext | None = None
 ) -> Credentials:
-    """Load the secret, and return it with the setting of TLS.
-
-    Raises:
-        RolloutError: the secret cannot be used, or ``tls`` is something else.
-    """
+    """Load the secret, and return it with the setting of TLS."""
     if tls is not None and not isinstance(tls, ssl.SSLContext):
         raise RolloutError(
             f"cannot use TLS: tls is a {type(tls).__name__}, expected an ssl.SSLContext. Pass "
@@ -375,20 +346,7 @@ def connect(
     timeout_seconds: float,
     progress_seconds: float | None,
 ) -> Connection:
-    """Connect to a server.
-
-    Args:
-        address: address of the server; see `peer_name`.
-        peer: rank of the server; an alternative to ``address``.
-        credentials: how the server is authenticated.
-        timeout_seconds: maximum time to wait until the server starts and is not serving another trainer. Also the
-            time-out of the connection; see `Connection`.
-        progress_seconds: see `Connection`.
-
-    Raises:
-        RolloutError: the address or rank is invalid, no server listens there, the server has another secret, version or
-            setting of TLS, or does not accept this trainer in time.
-    """
+    """Connect to a server; wait at most ``timeout_seconds`` until it starts and serves no other trainer."""
     where = peer_name(address, peer)
     deadline = time.monotonic() + timeout_seconds
     if address is not None:
@@ -421,13 +379,7 @@ def connect(
 def _open_sockets(
     hosts: Sequence[str], port: int, where: str, credentials: Credentials, deadline: float
 ) -> list[Admitted]:
-    """Open both sockets of a session, and wait until the server accepts this trainer; see [Note: sessions].
-
-    Raises:
-        RolloutError: no server listens there.
-        RefusedError: the server refuses this trainer, or the trainer refuses it.
-        OSError: the server ended the handshake, or did not answer before the deadline.
-    """
+    """Open both sockets of a session, and wait until the server accepts this trainer; see [Note: sessions]."""
     trainer = secrets.token_bytes(_ID_BYTES)
     admitted: list[Admitted] = []
     opened: list[HalfOpen] = []
@@ -488,12 +440,8 @@ def _connect_to(hosts: Sequence[str], port: int, where: str, deadline: float) ->
 class Connection:
     """A connection that sends JSON headers and tensors; see [Note: sessions] and [Note: heartbeats].
 
-    Args:
-        requests: the connected socket for headers and tensors, and its keys.
-        heartbeats: the connected socket for heartbeats, and its keys.
-        timeout_seconds: time without a heartbeat after which the connection is closed. If it is shorter than two
-            heartbeat intervals, two intervals are used.
-        progress_seconds: the limit of [Note: progress]; None for no limit.
+    It is closed after ``timeout_seconds`` without a heartbeat, at least two intervals of them; ``progress_seconds`` is
+    the limit of [Note: progress], None for none.
     """
 
     def __init__(
@@ -512,16 +460,10 @@ class Connection:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def send(self, header: Mapping[str, Any], tensors: Sequence[torch.Tensor] = (), *, flush: bool = True) -> None:
-        """Send a header and tensors; the caller may change the tensors after the call.
+        """Send JSON content and plain tensors, which may change after the call.
 
-        Args:
-            header: JSON content.
-            tensors: plain tensors; see `is_plain`.
-            flush: False if another message follows at once, so that small messages are sent together.
-
-        Raises:
-            RolloutError: the header is too large. Nothing has been sent.
-            ConnectionLostError: the connection is lost.
+        Without ``flush``, another message must follow at once; small messages are then sent together. If this raises
+        RolloutError, nothing has been sent.
         """
         text = json.dumps({**header, "tensors": describe(tensors)} if tensors else header).encode()
         if len(text) > sizes.HEADER_BYTES:
@@ -551,14 +493,7 @@ class Connection:
                 self._output.flush()
 
     def receive(self, within_seconds: float | None = None) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        """Wait for a header and its tensors, and return them; the tensors are in host memory.
-
-        Args:
-            within_seconds: maximum time to the first byte; by default, there is no limit.
-
-        Raises:
-            ConnectionLostError: the connection is lost, or what was received is not what the other end has sent.
-        """
+        """Wait for a header and its tensors in host memory; ``within_seconds`` limits the time to the first byte."""
         with protocol_errors(), self._connection_errors("it has sent nothing"):
             self._requests.settimeout(within_seconds)
             self._input.peek(1)
@@ -605,8 +540,7 @@ class Connection:
         """Close the connection, which wakes all waiting calls at both ends; idempotent."""
         self._closed.set()
         for each in (self._requests, self._heartbeats):
-            with suppress(OSError):
-                socket.socket.shutdown(each, socket.SHUT_RDWR)  # that of SSLSocket would go on in clear text
+            shut_down(each)
         with self._in_use:  # close only when no thread uses the descriptor: its number may be reused
             for stream in (self._input, self._requests):
                 with suppress(OSError):

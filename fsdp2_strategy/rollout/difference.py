@@ -53,22 +53,14 @@ class TensorDifference:
 
     @classmethod
     def decoded(cls, shape: tuple[int, ...], gaps: torch.Tensor, values: torch.Tensor) -> TensorDifference:
-        """Return the difference that was encoded.
-
-        Raises:
-            ValueError: there are not as many positions as values, or a position is outside of the shape.
-        """
+        """Return the difference that was encoded; raise ValueError if its parts contradict each other."""
         positions = from_gaps(gaps)
         if len(positions) != len(values) or (len(positions) and int(positions[-1]) >= math.prod(shape)):
             raise ValueError(f"{len(positions)} positions and {len(values)} values of a tensor of shape {list(shape)}")
         return cls(shape, positions, values)
 
     def apply_(self, tensor: torch.Tensor) -> None:
-        """Write the changed elements into a tensor that has the earlier version, and cast them to its dtype.
-
-        Raises:
-            RolloutError: the tensor has another shape.
-        """
+        """Write the changed elements, cast, into the earlier version; raise RolloutError if it has another shape."""
         if tuple(tensor.shape) != tuple(self.shape):
             raise RolloutError(
                 f"cannot apply a difference: the tensor has shape {list(tensor.shape)}, expected {list(self.shape)}. "

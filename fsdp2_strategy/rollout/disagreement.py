@@ -8,13 +8,14 @@ of all ranks; evidence by cause.
 - weights: checksums of the actor's weights, cast to the engine's dtypes, against those of the engine's weights;
 - dtype: the dtypes of the engine's weights against those that the actor sends, if the cast weights are equal;
 - temperature: the actor's log-probabilities at other temperatures, of which one may agree with the engine's;
-- router: the experts that both choose for each token. If the choices are the cause, tokens after equal choices agree.
+- router: the experts that both choose for each token. If the choices are the cause, tokens after equal choices agree;
+- tokenizer, chat template, prompts: compared as given.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,23 +32,24 @@ from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.rollout.compared_sequences import ACTION, ComparedSequences
 from fsdp2_strategy.rollout.experts import chosen_experts, has_routers
 from fsdp2_strategy.rollout.log_prob_differences import LogProbDifferences, log_prob_differences
+from fsdp2_strategy.rollout.protocol import Engine, dtype_text
+from fsdp2_strategy.rollout.sampling import loaded_tokenizer
 from fsdp2_strategy.rollout.stream import stream_weights, weight_checksums
 
 _TEMPERATURES = (1.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.3, 1.5, 2.0)
 """Temperatures at which the engine may have computed its log-probabilities."""
+_PROBE = "The sum of 12 and 7.5 is 19.5;\n\tça va? 你好 <b>x</b> def f(x): return x**2"
+"""Text with digits, white space, accents, markup and another script, on which tokenizers differ."""
 _FEW_TOKENS = 0.1
 _MOST_OF_THE_DIFFERENCE = 0.8
 
 
 @dataclass
 class Comparison:
-    """An actor, its engine, and sequences that both score; all methods are collective.
-
-    `differences` must be called before `router_cause`.
-    """
+    """Compare an actor and its engine on sequences; all methods are collective; `differences` comes first."""
 
     actor: nn.Module
-    engine: Any
+    engine: Engine | None
     sequences: ComparedSequences
     of_engine: torch.Tensor | None
     """[batch, n]: the engine's log-probabilities of this rank's answers; None if this rank has none."""
@@ -64,17 +66,17 @@ class Comparison:
 
     def differences(self, ratio_band: tuple[float, float]) -> LogProbDifferences:
         """Return the differences over the tokens of all ranks."""
-        own = self._log_probs_of_actor(self.temperature)
-        of_engine = own if self.of_engine is None else self.of_engine
+        own, of_engine = self._log_probs_at(self.temperature)
         self._absolute = (own.double() - of_engine.double()).abs()
         return log_prob_differences(own, of_engine, self._mask, ratio_band).over_ranks()
 
-    def weight_causes(self, steps_since_update: int, *, is_required: bool) -> dict[str, str]:
-        """Compare the weights of actor and engine: causes "weights" and "dtype".
+    def _log_probs_at(self, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the actor's log-probabilities, and the engine's; without those, the actor's again."""
+        own = self._log_probs_of_actor(temperature)
+        return own, own if self.of_engine is None else self.of_engine
 
-        Raises:
-            RolloutError: ``is_required``, and an engine computes no checksums.
-        """
+    def weight_causes(self, steps_since_update: int, *, is_required: bool) -> dict[str, str]:
+        """Find the causes "weights" and "dtype"; with ``is_required``, an engine must compute checksums."""
         stepped = f"the actor has taken {counted(steps_since_update, 'optimizer step')} since its weights were sent"
         held, dtypes = self._weights_of_engine(is_required=is_required)
         if not any_rank(held is not None):
@@ -89,7 +91,7 @@ class Comparison:
                 if held is None:
                     continue
                 count += 1
-                sent_as = _short(tensor.dtype)
+                sent_as = dtype_text(tensor.dtype)
                 held_as = dtypes.get(name, sent_as)
                 same = held.get(name) == weight_checksums([(name, tensor.to(getattr(torch, held_as)))])[name]
                 if not same:
@@ -117,13 +119,11 @@ class Comparison:
 
     def temperature_cause(self, mean: float, tolerance: float) -> dict[str, str]:
         """Search a temperature of the actor's logits at which the mean difference is within the tolerance."""
-        means = {}
-        for candidate in _TEMPERATURES:
-            if candidate != self.temperature:
-                own = self._log_probs_of_actor(candidate)
-                of_engine = own if self.of_engine is None else self.of_engine
-                found = log_prob_differences(own, of_engine, self._mask, (1.0, 1.0)).over_ranks()
-                means[candidate] = found.mean
+        means = {
+            candidate: log_prob_differences(*self._log_probs_at(candidate), self._mask, (1.0, 1.0)).over_ranks().mean
+            for candidate in _TEMPERATURES
+            if candidate != self.temperature
+        }
         best = min(means, key=means.__getitem__)
         if not means[best] <= min(tolerance, mean / 4):  # also if it is NaN
             return {}
@@ -135,12 +135,7 @@ class Comparison:
         }
 
     def router_cause(self, tolerance: float, *, is_last_candidate: bool) -> dict[str, str]:
-        """Compare the chosen experts of actor and engine; without those of the engine, look for few large differences.
-
-        Args:
-            tolerance: mean difference that rounding explains.
-            is_last_candidate: whether no other cause was found.
-        """
+        """Compare the chosen experts; without those of the engine, look for few large differences."""
         if not self.has_routers:
             return {}
         own, of_engine = self._experts()
@@ -181,25 +176,24 @@ class Comparison:
             if self.engine is None:
                 return None, {}
             try:
-                if (checksums := getattr(self.engine, "weight_checksums", None)) is None:
+                if (held := self.engine.weight_checksums()) is None:
                     raise RolloutError(
-                        f"cannot compare weights: {type(self.engine).__name__} has no weight_checksums, expected a "
+                        f"cannot compare weights: {self.engine.class_name} has no weight_checksums, expected a "
                         "method that returns them. Add it, or omit compare_weights."
                     )
-                held: dict[str, str] = checksums()
             except RolloutError as error:
                 if is_required:
                     raise
                 self.not_measured["weights"] = str(error).removesuffix(".")
                 return None, {}
-            dtypes: Mapping[str, str] = getattr(self.engine, "weight_dtypes", dict)() or {}
-            return held, {name: _short(dtype) for name, dtype in dtypes.items()}
+            dtypes = self.engine.weight_dtypes() or {}
+            return held, {name: dtype_text(dtype) for name, dtype in dtypes.items()}
 
     def _dtype_of_construction(self) -> dict[str, str]:
         """Compare the dtype that this rank's engine was built in with those that the actor sends; not collective."""
-        built_in = _short(getattr(self.engine, "dtype", None) or "")
+        built_in = dtype_text(self.engine.dtype or "") if self.engine else ""
         own = {p.dtype for p in unwrap_model(self.actor).parameters() if p.is_floating_point()}
-        sent = sorted(_short(dtype) for dtype in ({self.sent_dtype} if self.sent_dtype else own))
+        sent = sorted(dtype_text(dtype) for dtype in ({self.sent_dtype} if self.sent_dtype else own))
         if not isinstance(getattr(torch, built_in, None), torch.dtype) or built_in in sent:
             return {}
         return {
@@ -214,8 +208,9 @@ class Comparison:
         sequences = self.sequences
         own = chosen_experts(self.actor, lambda: self._log_probs_of_actor(self.temperature))
         with all_or_none(ACTION, RolloutError):
-            method = getattr(self.engine, "routed_experts", None)
-            of_engine = method and method(sequences.ids, sequences.mask, **sequences.inputs)
+            of_engine = None
+            if self.engine is not None:
+                of_engine = self.engine.routed_experts(sequences.ids, sequences.mask, **sequences.inputs)
             if own is not None and of_engine is not None and own.shape[:3] != of_engine.shape[:3]:
                 raise RolloutError(
                     f"cannot {ACTION}: routed_experts of the engine returned the shape {list(of_engine.shape)}, "
@@ -259,6 +254,60 @@ class Comparison:
         return {}
 
 
+def text_causes(
+    tokenizers: tuple[Any, Any] | None, engine_prompts: Sequence[Sequence[int]] | None, compared: ComparedSequences
+) -> dict[str, str]:
+    """Compare tokenizers, chat templates, and the tokens of prompts; not collective."""
+    found: dict[str, str] = {}
+    if tokenizers is not None:
+        own, of_engine = (loaded_tokenizer(tokenizer) for tokenizer in tokenizers)
+        if evidence := _differing_tokens(own, of_engine):
+            found["tokenizer"] = evidence
+        templates = [getattr(tokenizer, "chat_template", None) for tokenizer in (own, of_engine)]
+        if templates[0] != templates[1]:
+            lengths = [f"{len(text):,} characters" if text else "none" for text in templates]
+            found["chat template"] = (
+                f"those of trainer ({lengths[0]}) and engine ({lengths[1]}) differ. Use the same tokenizer folder."
+            )
+    if engine_prompts is not None:
+        own_prompts = compared.prompts()
+        if len(engine_prompts) != len(own_prompts):
+            raise RolloutError(
+                f"cannot {ACTION}: engine_prompts has {len(engine_prompts)} prompts, expected {len(own_prompts)}, one "
+                "for each sequence. Pass those of these sequences."
+            )
+        wrong = [i for i, (a, b) in enumerate(zip(own_prompts, engine_prompts, strict=True)) if a != list(b)]
+        if wrong:
+            first = wrong[0]
+            a, b = own_prompts[first], list(engine_prompts[first])
+            same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+            found["prompts"] = (
+                f"{counted(len(wrong), 'prompt')} of {len(own_prompts)} differ; that of sequence {first} has "
+                f"{len(a)} tokens in the trainer and {len(b)} in the engine, of which the first {same} are equal. Pass "
+                "token ids to the engine, not texts."
+            )
+    return found
+
+
+def _differing_tokens(own: Any, of_engine: Any) -> str | None:
+    vocabularies = [tokenizer.get_vocab() for tokenizer in (own, of_engine)]
+    if vocabularies[0] != vocabularies[1]:
+        token = min(token for token, _ in vocabularies[0].items() ^ vocabularies[1].items())
+        ids = [vocabulary.get(token, "no id") for vocabulary in vocabularies]
+        sizes = [len(vocabulary) for vocabulary in vocabularies]
+        return (
+            f"the trainer's has {sizes[0]:,} tokens, the engine's {sizes[1]:,}; {token!r} is {ids[0]} in the first and "
+            f"{ids[1]} in the second. Use the same tokenizer folder."
+        )
+    encoded = [list(tokenizer(_PROBE)["input_ids"]) for tokenizer in (own, of_engine)]
+    if encoded[0] != encoded[1]:
+        return (
+            f"they have the same tokens, but encode a text as {len(encoded[0])} and {len(encoded[1])} tokens, which "
+            "differ. Use the same tokenizer folder."
+        )
+    return None
+
+
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
     """Switch a model to eval mode, and restore the mode of each module."""
@@ -269,7 +318,3 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def _short(dtype: torch.dtype | str) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -27,7 +28,7 @@ from fsdp2_strategy.model.ranks import on_ranks_of
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.rollout.agreement import EngineAgreement, check_engine_agreement
 from fsdp2_strategy.rollout.difference import Change
-from fsdp2_strategy.rollout.protocol import RolloutEngine, check_takes_changes
+from fsdp2_strategy.rollout.protocol import Engine, RolloutEngine, check_takes_changes, dtype_text, engine_of
 from fsdp2_strategy.rollout.retained import Retain
 from fsdp2_strategy.rollout.sglang_engine import SGLangEngine
 from fsdp2_strategy.rollout.stream import forget_changes, stream_weights, weight_checksums
@@ -84,11 +85,12 @@ class Rollout:
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self.engine: RolloutEngine | None = None
+        self._engine: Engine | None = None
+        """The same, with all optional members."""
         self.engine_type: str | None = None
         self.args: object = None
         self._is_built_here = False
         self._dtype = dtype
-        self._was_put_to_sleep = False
 
     @collective
     def set_up(self, args: object, engine_type: str | RolloutEngine, actor: nn.Module | None) -> None:
@@ -109,27 +111,27 @@ class Rollout:
                 built = _call_factory(engine_type, args, actor, self._dtype_of(actor))
             if built is not None:
                 _check_engine(built)
-        self.engine, self.args, self._was_put_to_sleep = built, args, False
+        self.engine, self.args = built, args
+        self._engine = None if built is None else engine_of(built)
         self._is_built_here = isinstance(engine_type, str)
         self.engine_type = engine_type if isinstance(engine_type, str) else type(engine_type).__name__
 
     def close(self) -> None:
         """Close and release the engine if `set_up` built it; not collective."""
         if self._is_built_here:
-            engine, self.engine, self.engine_type, self._is_built_here = self.engine, None, None, False
-            if callable(close := getattr(engine, "close", None)):
-                close()
+            engine, self.engine, self._engine, self.engine_type = self._engine, None, None, None
+            self._is_built_here = False
+            if engine is not None:
+                engine.close()
 
     @collective
     def update(self, actor: nn.Module, *, verify: bool, by_difference: bool | Literal["hashes"]) -> WeightUpdate:
         """Load the actor's weights into the engine of every rank that has one; collective."""
         if self.engine_type is None:
-            raise RolloutError(
-                "cannot update weights: there is no inference engine, expected one. Call setup_inference_engine first."
-            )
+            raise _no_engine("update weights")
         with on_ranks_of(actor), all_or_none(_UPDATE, RolloutError):
             _check_options(verify=verify, by_difference=by_difference)
-            was_asleep = self._is_asleep
+            was_asleep = self.is_asleep
             self.wake_up()
             try:
                 if by_difference:
@@ -148,13 +150,10 @@ class Rollout:
         A sleeping engine is woken, and put to sleep again.
         """
         if self.engine_type is None:
-            raise RolloutError(
-                "cannot compare trainer and engine: there is no inference engine, expected one. Call "
-                "setup_inference_engine first."
-            )
+            raise _no_engine("compare trainer and engine")
         with on_ranks_of(actor):
             with all_or_none("wake the engine", RolloutError):
-                was_asleep = self._is_asleep
+                was_asleep = self.is_asleep
                 self.wake_up()
             try:
                 return check_engine_agreement(
@@ -166,14 +165,11 @@ class Rollout:
 
     def _send(self, actor: nn.Module, *, verify: bool) -> WeightUpdate:
         sent = CountedStream(stream_weights(actor, dtype=self._dtype_of(actor)), hashed=verify)
-        try:
-            if self.engine is not None:
-                self.engine.update_weights(iter(sent))
-        finally:
+        if self._engine is None:
             sent.exhaust()
-        if self.engine is not None:
-            sent.check_complete()
-            sent.check_held(self.engine)
+        else:
+            sent.pass_to(self._engine.update_weights)
+            sent.check_held(self._engine)
         return WeightUpdate(None, is_full=True, sent_bytes=sent.nbytes, full_bytes=sent.nbytes, retained_bytes=0)
 
     def _send_changes(self, actor: nn.Module, retain: Retain, *, verify: bool) -> WeightUpdate:
@@ -203,9 +199,9 @@ class Rollout:
         """
         held: str | None = None
         with all_or_none(_UPDATE, RolloutError):
-            if (engine := cast("Any", self.engine)) is not None:
-                check_takes_changes(engine)
-                held = engine.weights_version or ""
+            if self._engine is not None:
+                check_takes_changes(self._engine)
+                held = self._engine.weights_version or ""
         if not any(isinstance(parameter, DTensor) for parameter in unwrap_model(actor).parameters()):
             return held or ""
         of_ranks: list[str | None] = [None] * world_size()
@@ -218,14 +214,11 @@ class Rollout:
         with all_or_none(_UPDATE, RolloutError):
             stream = stream_weights(actor, dtype=self._dtype_of(actor), since=since, retain=retain)
             sent = CountedStream(stream, hashed=False)
-            try:
-                if (engine := cast("Any", self.engine)) is not None:
-                    known = "" if stream.is_full else since
-                    engine.update_changed_weights(iter(sent), since=known, version=stream.version)
-            finally:
+            if self._engine is None:
                 sent.exhaust()
-            if engine is not None:
-                sent.check_complete()
+            else:
+                known = "" if stream.is_full else since
+                sent.pass_to(partial(self._engine.update_changed_weights, since=known, version=stream.version))
         return WeightUpdate(stream.version, stream.is_full, sent.nbytes, stream.full_bytes, stream.retained_bytes)
 
     def _check_held(self, actor: nn.Module) -> None:
@@ -234,8 +227,8 @@ class Rollout:
         for _ in expected:
             pass
         with all_or_none("verify the engine's weights", RolloutError):
-            if self.engine is not None:
-                expected.check_held(self.engine)
+            if self._engine is not None:
+                expected.check_held(self._engine)
 
     def _dtype_of(self, actor: nn.Module | None) -> torch.dtype | None:
         """Return the dtype in which an actor's weights are sent; None for the dtypes of the shards.
@@ -250,25 +243,24 @@ class Rollout:
 
     def sleep(self) -> None:
         """Put the engine to sleep, unless it is asleep; not collective."""
-        if self.engine is not None and not self._is_asleep:
-            self.engine.sleep()
-            self._was_put_to_sleep = True
+        if self._engine is not None and not self._engine.is_asleep:
+            self._engine.sleep()
 
     def wake_up(self) -> None:
         """Wake the engine if it is asleep; not collective."""
-        if self.engine is not None and self._is_asleep:
-            self.engine.wake_up()
-            self._was_put_to_sleep = False
+        if self._engine is not None and self._engine.is_asleep:
+            self._engine.wake_up()
 
     @property
     def is_asleep(self) -> bool:
         """Whether there is an engine on this rank, and it is asleep."""
-        return self.engine is not None and self._is_asleep
+        return self._engine is not None and self._engine.is_asleep
 
-    @property
-    def _is_asleep(self) -> bool:
-        """Whether the engine is asleep: its own ``is_asleep`` if it has one, else whether `sleep` was called last."""
-        return bool(getattr(self.engine, "is_asleep", self._was_put_to_sleep))
+
+def _no_engine(action: str) -> RolloutError:
+    return RolloutError(
+        f"cannot {action}: there is no inference engine, expected one. Call setup_inference_engine first."
+    )
 
 
 def _call_factory(name: str, *arguments: Any) -> RolloutEngine | None:
@@ -324,56 +316,51 @@ class CountedStream:
         self._failure: Exception | None = None
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
-        while True:
-            try:
-                name, tensor = next(self._stream)
-            except StopIteration:
-                return
-            except Exception as failure:
-                self._failure = failure
-                raise
-            if self._hashed:
-                self._dtypes[name] = _short(tensor.dtype)
-                self._checksums |= weight_checksums([(name, cast("torch.Tensor", tensor))])
-            self._taken += 1
-            self.nbytes += tensor.nbytes
-            yield name, tensor
+        try:
+            for name, tensor in self._stream:
+                if self._hashed:
+                    self._dtypes[name] = dtype_text(tensor.dtype)
+                    self._checksums |= weight_checksums([(name, cast("torch.Tensor", tensor))])
+                self._taken += 1
+                self.nbytes += tensor.nbytes
+                yield name, tensor
+        except Exception as failure:
+            self._failure = failure
+            raise
 
     def exhaust(self) -> None:
-        """Iterate over the tensors that the engine did not take, so that this rank runs all collectives of the stream.
-
-        Raises:
-            Exception: the error of the stream, also if the engine caught it.
-        """
+        """Run all collectives of the stream; raise its error, also if the engine caught it."""
         for _, tensor in self._stream:
             self._left += 1
             self.nbytes += tensor.nbytes
         if self._failure is not None:
             raise self._failure
 
-    def check_complete(self) -> None:
-        """Raise if the engine did not take all tensors."""
+    def pass_to(self, load: Callable[[Iterator[tuple[str, Any]]], object]) -> None:
+        """Pass all tensors to an engine's method; raise if it did not take all of them."""
+        try:
+            load(iter(self))
+        finally:
+            self.exhaust()
         if self._left:
             raise RolloutError(
                 f"cannot update weights: the engine took {self._taken} tensors of {self._taken + self._left}, expected "
                 "all. Its update_weights must iterate over all weights."
             )
 
-    def check_held(self, engine: RolloutEngine) -> None:
+    def check_held(self, engine: Engine) -> None:
         """Raise if ``hashed``, and the checksums of the engine's weights differ from those of the stream."""
         if not self._hashed:
             return
-        if (checksums := getattr(engine, "weight_checksums", None)) is None:
+        if (held := engine.weight_checksums()) is None:
             raise RolloutError(
-                f"cannot verify the engine's weights: {type(engine).__name__} has no weight_checksums, expected a "
+                f"cannot verify the engine's weights: {engine.class_name} has no weight_checksums, expected a "
                 "method that returns them. Add it, or update without verify."
             )
-        held: dict[str, str] = checksums()
         wrong = [name for name, checksum in self._checksums.items() if held.get(name) != checksum]
         if not wrong:
             return
-        cast = self._cast_by(engine, wrong)
-        if cast:
+        if cast := self._cast_by(engine, wrong):
             held_in = ", ".join(sorted(set(cast.values())))
             sent_in = ", ".join(sorted({self._dtypes[name] for name in cast}))
             raise RolloutError(
@@ -388,15 +375,11 @@ class CountedStream:
             "check how the engine loads weights, and whether it holds them in the dtypes that were sent."
         )
 
-    def _cast_by(self, engine: RolloutEngine, names: Iterable[str]) -> dict[str, str]:
+    def _cast_by(self, engine: Engine, names: Iterable[str]) -> dict[str, str]:
         """Return the engine's dtypes of those weights that it holds in another dtype than they were sent in."""
         try:
-            held: dict[str, str] = getattr(engine, "weight_dtypes", dict)() or {}
+            held = engine.weight_dtypes() or {}
         except RolloutError:  # the weights are wrong in any case
             return {}
-        shown = {name: _short(held[name]) for name in names if name in held}
+        shown = {name: dtype_text(held[name]) for name in names if name in held}
         return {name: dtype for name, dtype in shown.items() if dtype != self._dtypes[name]}
-
-
-def _short(dtype: torch.dtype | str) -> str:
-    return str(dtype).removeprefix("torch.")

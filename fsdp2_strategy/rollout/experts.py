@@ -24,14 +24,7 @@ def has_routers(model: nn.Module) -> bool:
 
 
 def chosen_experts(model: nn.Module, run: Callable[[], object]) -> torch.Tensor | None:
-    """Return the experts that each router chooses for each token while a function runs the model once.
-
-    Not collective, unless the function is: it is called in any case.
-
-    Returns:
-        Indices [layers, batch, length, k], int64, -1 for padding; None if the choices cannot be recorded, or if the
-        layers choose different numbers of experts.
-    """
+    """Return the experts [layers, batch, length, k] chosen while ``run`` runs the model once; -1 for padding."""
     routing = None
     with ExitStack() as stack:
         with suppress(RolloutError):  # no experts, or a model that `record_routing` refuses by name

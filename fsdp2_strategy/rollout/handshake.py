@@ -96,26 +96,15 @@ class HalfOpen:
     host: str
     """Name or address of the other end."""
 
-    def shut_down(self) -> None:
-        """Wake the thread that uses the socket."""
-        with suppress(OSError):
-            socket.socket.shutdown(self.socket, socket.SHUT_RDWR)  # that of SSLSocket would go on in clear text
+
+def shut_down(connected: socket.socket) -> None:
+    """Wake the threads that use a socket."""
+    with suppress(OSError):
+        socket.socket.shutdown(connected, socket.SHUT_RDWR)  # that of SSLSocket would go on in clear text
 
 
 def greet_engine(half: HalfOpen, purpose: bytes, trainer: bytes, credentials: Credentials, deadline: float) -> Keys:
-    """Run the trainer's end of the handshake, and return the keys; see [Note: handshake].
-
-    Args:
-        half: the connected socket. With TLS, the server's certificate must be that of its host.
-        purpose: `REQUESTS` or `HEARTBEATS`.
-        trainer: random number, equal for the sockets of a trainer.
-        credentials: the secret, and how to use TLS.
-        deadline: a time of `time.monotonic`.
-
-    Raises:
-        RefusedError: the server has another secret, version or setting of TLS, or a certificate that is not trusted.
-        OSError: the server ended the handshake, or did not answer before the deadline.
-    """
+    """Run the trainer's end of the handshake; ``trainer`` is a random number, equal for both of its sockets."""
     own = _greeting("trainer", credentials)
     _send(half.socket, own, deadline)
     greeting = _read_greeting(half.socket, "engine", deadline)
@@ -137,20 +126,7 @@ def greet_engine(half: HalfOpen, purpose: bytes, trainer: bytes, credentials: Cr
 
 
 def greet_trainer(half: HalfOpen, credentials: Credentials, deadline: float) -> tuple[bytes, bytes, Keys]:
-    """Run the server's end of the handshake; see [Note: handshake].
-
-    Args:
-        half: the accepted socket.
-        credentials: the secret, and how to use TLS.
-        deadline: a time of `time.monotonic`.
-
-    Returns:
-        The purpose of the socket, the trainer's random number, and the keys.
-
-    Raises:
-        RefusedError: the other end has another secret, version or setting of TLS, or is not a trainer.
-        OSError: the other end ended the handshake, or did not answer before the deadline.
-    """
+    """Run the server's end; return the socket's purpose, the trainer's random number, and the keys."""
     own = _greeting("engine", credentials)
     try:
         greeting = _read_greeting(half.socket, "trainer", deadline)
@@ -182,11 +158,7 @@ def greet_trainer(half: HalfOpen, credentials: Credentials, deadline: float) -> 
 
 
 def read_exactly(connected: socket.socket, nbytes: int, deadline: float) -> bytes:
-    """Read exactly ``nbytes`` before a deadline, without a buffer, because later bytes are those of the session.
-
-    Raises:
-        OSError: the other end has closed the connection, or the deadline has passed.
-    """
+    """Read exactly ``nbytes`` without a buffer, because later bytes are those of the session."""
     data = b""
     while len(data) < nbytes:
         connected.settimeout(_left(deadline))

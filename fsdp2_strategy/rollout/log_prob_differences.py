@@ -32,11 +32,8 @@ class LogProbDifferences:
 
     def __add__(self, other: LogProbDifferences) -> LogProbDifferences:
         """Return the sums over the tokens of both."""
-        return LogProbDifferences(
-            self.sums + other.sums,
-            torch.maximum(self.largest, other.largest),
-            self.has_weights or other.has_weights,
-        )
+        largest = torch.maximum(self.largest, other.largest)
+        return LogProbDifferences(self.sums + other.sums, largest, self.has_weights or other.has_weights)
 
     @property
     def mean(self) -> float:
@@ -47,9 +44,7 @@ class LogProbDifferences:
     @collective
     def over_ranks(self) -> LogProbDifferences:
         """Return the sums over the tokens of all ranks; collective."""
-        sums = all_reduce(self.sums, "sum")
-        largest = all_reduce(self.largest, "max")
-        return LogProbDifferences(sums, largest, self.has_weights)
+        return LogProbDifferences(all_reduce(self.sums, "sum"), all_reduce(self.largest, "max"), self.has_weights)
 
     @collective
     def metrics(self) -> dict[str, float]:
@@ -75,18 +70,10 @@ def log_prob_differences(
     weights: torch.Tensor | None = None,
     limited: torch.Tensor | None = None,
 ) -> LogProbDifferences:
-    """Sum the differences of log-probabilities over the tokens of a mask; not collective.
+    """Sum the differences of log-probabilities over the tokens of a bool mask; not collective.
 
     With r the ratio of the trainer's probability to the engine's, the estimate of KL(engine || trainer) of a token that
     the engine sampled is r - 1 - log r: the estimator k3 of http://joschu.net/blog/kl-approx.html.
-
-    Args:
-        trainer: log-probabilities, in nats, of any shape.
-        engine: log-probabilities of the same tokens.
-        mask: bool; the tokens to compare.
-        ratio_band: ratios from the first to the second number are inside the band.
-        weights: importance weights of the tokens.
-        limited: bool; the tokens whose weight was limited.
     """
     log_ratio = trainer.detach()[mask].double() - engine.detach()[mask].double()
     ratio = log_ratio.exp()

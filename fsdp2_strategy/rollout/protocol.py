@@ -6,7 +6,7 @@ Input: weights under Hugging Face names, as `stream_weights` yields them. Output
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 
@@ -51,39 +51,92 @@ class RolloutEngine(Protocol):
         """Generate sequences."""
 
 
-def check_awake(engine: Any, action: str) -> None:
-    """Raise if an engine with ``is_asleep`` is asleep.
+class Engine(RolloutEngine):
+    """An engine without the optional members of `RolloutEngine`; the package's engines are subclasses.
 
-    Raises:
-        RolloutError: it is asleep.
+    Call an engine of any other class through `engine_of`, so that it has the same defaults.
     """
-    if engine.is_asleep:
+
+    dtype: Any = None
+    is_asleep: bool = False
+    weights_version: str | None
+    """Only if there is `update_changed_weights`."""
+
+    @property
+    def class_name(self) -> str:
+        """Name of the engine's class, for messages."""
+        return type(self).__name__
+
+    def update_changed_weights(self, *_: Any, **__: Any) -> None:
+        """Raise: weights are not taken by difference."""
+        check_takes_changes(self)
+
+    def weight_checksums(self) -> dict[str, str] | None:
+        """Return None: no checksums are computed."""
+
+    def weight_dtypes(self) -> dict[str, str] | None:
+        """Return None: the dtypes are not known."""
+
+    def log_probs(self, *_: Any, **__: Any) -> torch.Tensor | None:
+        """Return None: no log-probabilities are computed."""
+
+    def routed_experts(self, *_: Any, **__: Any) -> torch.Tensor | None:
+        """Return None: the choices are not reported."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def _check_awake(self, action: str) -> None:
+        if self.is_asleep:
+            raise RolloutError(
+                f"cannot {action}: the engine is asleep, expected one that is awake. Call wakeup_inference_engine."
+            )
+
+
+class _Wrapped:
+    """Pass all calls on to an engine; a member that it lacks is the default of `Engine`."""
+
+    def __init__(self, given: RolloutEngine) -> None:
+        self._given, self._sleeps, self.class_name = given, False, type(given).__name__
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._given if hasattr(self._given, name) else _DEFAULTS, name)
+
+    @property
+    def is_asleep(self) -> bool:
+        return bool(getattr(self._given, "is_asleep", self._sleeps))
+
+    def sleep(self) -> None:
+        self._given.sleep()
+        self._sleeps = True
+
+    def wake_up(self) -> None:
+        self._given.wake_up()
+        self._sleeps = False
+
+
+_DEFAULTS: Any = Engine()  # type: ignore[abstract]
+
+
+def engine_of(given: RolloutEngine) -> Engine:
+    """Return an engine that has all optional members."""
+    return given if isinstance(given, Engine) else cast("Engine", _Wrapped(given))
+
+
+def lacks(engine: Engine, method: str) -> bool:
+    """Return whether an optional method is the default of `Engine`."""
+    return getattr(getattr(engine, method), "__func__", None) is getattr(Engine, method)
+
+
+def check_takes_changes(engine: Engine) -> None:
+    """Raise if an engine does not take weights by difference."""
+    if lacks(engine, "update_changed_weights") or not hasattr(engine, "weights_version"):
         raise RolloutError(
-            f"cannot {action}: the engine is asleep, expected one that is awake. Call wakeup_inference_engine."
-        )
-
-
-def check_takes_changes(engine: Any) -> None:
-    """Raise if an engine does not take weights by difference.
-
-    Raises:
-        RolloutError: it lacks ``update_changed_weights`` or ``weights_version``.
-    """
-    if not (callable(getattr(engine, "update_changed_weights", None)) and hasattr(engine, "weights_version")):
-        raise RolloutError(
-            f"cannot update weights by difference: {type(engine).__name__} has no update_changed_weights and "
+            f"cannot update weights by difference: {engine.class_name} has no update_changed_weights and "
             "weights_version, expected both. Add them (see RolloutEngine), or update without by_difference."
         )
 
 
-def check_allows_sleep(allows_sleep: bool) -> None:
-    """Raise if an engine was not built to be put to sleep.
-
-    Raises:
-        RolloutError: ``allows_sleep`` is false.
-    """
-    if not allows_sleep:
-        raise RolloutError(
-            "cannot put the engine to sleep: it was built without allows_sleep, expected it. Pass "
-            "--enable_engine_sleep, or build it with allows_sleep=True."
-        )
+def dtype_text(dtype: torch.dtype | str) -> str:
+    """Return the name of a dtype without "torch."."""
+    return str(dtype).removeprefix("torch.")

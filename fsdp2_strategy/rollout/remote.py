@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from weakref import finalize
 
 import torch
@@ -31,7 +31,7 @@ from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.agreement import error_text
 from fsdp2_strategy.distributed.log import logger
 from fsdp2_strategy.distributed.process_group import group_in_use, is_rank_0, ranks_of
-from fsdp2_strategy.errors import RolloutError
+from fsdp2_strategy.errors import RolloutError, shown
 from fsdp2_strategy.rollout.connection import (
     PROGRESS_SECONDS,
     Connection,
@@ -44,20 +44,27 @@ from fsdp2_strategy.rollout.connection import (
 )
 from fsdp2_strategy.rollout.difference import Change, TensorDifference
 from fsdp2_strategy.rollout.engine import ENGINES, CountedStream
-from fsdp2_strategy.rollout.protocol import Changes, RolloutEngine, Weights, check_takes_changes
+from fsdp2_strategy.rollout.protocol import (
+    Changes,
+    Engine,
+    RolloutEngine,
+    Weights,
+    check_takes_changes,
+    engine_of,
+    lacks,
+)
 from fsdp2_strategy.rollout.requests import CALLS, check_arguments, checked_names
 from fsdp2_strategy.rollout.trainer_arguments import option
-from fsdp2_strategy.rollout.wire_values import checked_shape, from_json, is_plain, short, to_json
+from fsdp2_strategy.rollout.wire_values import checked_shape, from_json, is_plain, to_json
 
 _LEAVE_SECONDS = 1.0
 _OPTIONAL = ("weight_dtypes", "log_probs", "routed_experts")
 """Calls whose result is None if the engine does not have them."""
-_UPDATES = ("update_weights", "update_changed_weights")
 _MOST_CHARACTERS = 4096
 """Maximum length of the name of a weight or of a version, and of an error that is shown."""
 
 
-class RemoteEngine:
+class RemoteEngine(Engine):
     """Call an engine in another process; not collective: only one rank creates this object.
 
     Each method calls the method of the same name on the engine in the other process, and returns its result. Tensors in
@@ -101,7 +108,6 @@ class RemoteEngine:
         self._connection = connect(address, peer, credentials, timeout_seconds, self._progress_seconds)
         self._turn = threading.Lock()
         self._lost: str | None = None
-        self._sleeps = False
         # Called by `close`, when this object is garbage collected, or at exit.
         self._finalizer = finalize(self, _disconnect, self._connection, self._turn)
 
@@ -119,10 +125,9 @@ class RemoteEngine:
         self._send_weights({"call": "update_changed_weights", "since": since, "version": version}, changes)
 
     @property
-    def weights_version(self) -> str | None:
+    def weights_version(self) -> str | None:  # type: ignore[override]
         """The version of the engine's weights; None if it has none, or does not take weights by difference."""
-        version: str | None = self._ask("weights_version")
-        return version
+        return cast("str | None", self._ask("weights_version"))
 
     def _send_weights(self, request: dict[str, Any], weights: Changes) -> None:
         action = "update weights"
@@ -134,7 +139,12 @@ class RemoteEngine:
                     if isinstance(given, TensorDifference):
                         self._connection.send({"weight": name, "shape": given.shape}, given.encoded, flush=False)
                         continue
-                    _check_plain(name, given)
+                    if not is_plain(given):
+                        raise RolloutError(
+                            f"cannot send {name}: it is a {type(given).__name__} ({given.layout}, {given.dtype}, "
+                            f"{given.device}), expected a plain dense tensor. Pass its full_tensor(), to_dense() or "
+                            "dequantize()."
+                        )
                     self._connection.send({"weight": name}, [given], flush=False)
             except ConnectionLostError:
                 raise
@@ -148,29 +158,24 @@ class RemoteEngine:
 
     def weight_checksums(self) -> dict[str, str]:
         """Return the checksums of the engine's weights by Hugging Face name."""
-        checksums: dict[str, str] = self._ask("weight_checksums")
-        return checksums
+        return cast("dict[str, str]", self._ask("weight_checksums"))
 
     def weight_dtypes(self) -> dict[str, str] | None:
         """Return the dtypes of the engine's weights by Hugging Face name; None if the engine does not report them."""
-        dtypes: dict[str, str] | None = self._ask("weight_dtypes")
-        return dtypes
+        return cast("dict[str, str] | None", self._ask("weight_dtypes"))
 
     def sleep(self) -> None:
         """Put the engine to sleep, which frees its device memory."""
         self._ask("sleep")
-        self._sleeps = True
 
     def wake_up(self) -> None:
         """Wake the engine, so that it can generate or load weights."""
         self._ask("wake_up")
-        self._sleeps = False
 
     @property
-    def is_asleep(self) -> bool:
+    def is_asleep(self) -> bool:  # type: ignore[override]
         """Whether the engine is asleep: its own ``is_asleep`` if it has one, else whether `sleep` was called last."""
-        state = self._ask("is_asleep")
-        return self._sleeps if state is None else bool(state)
+        return bool(self._ask("is_asleep"))
 
     def generate(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the engine's ``generate`` with the same arguments, and return its result."""
@@ -180,15 +185,13 @@ class RemoteEngine:
         self, sequences: torch.Tensor, attention_mask: torch.Tensor | None = None, **inputs: Any
     ) -> torch.Tensor | None:
         """Return the engine's log-probabilities of sequences; None if it computes none; see `RolloutEngine`."""
-        log_probs: torch.Tensor | None = self._ask("log_probs", sequences, attention_mask, **inputs)
-        return log_probs
+        return cast("torch.Tensor | None", self._ask("log_probs", sequences, attention_mask, **inputs))
 
     def routed_experts(
         self, sequences: torch.Tensor, attention_mask: torch.Tensor | None = None, **inputs: Any
     ) -> torch.Tensor | None:
         """Return the experts that the engine chooses for sequences; None if it does not report them."""
-        experts: torch.Tensor | None = self._ask("routed_experts", sequences, attention_mask, **inputs)
-        return experts
+        return cast("torch.Tensor | None", self._ask("routed_experts", sequences, attention_mask, **inputs))
 
     def _ask(self, call: str, /, *args: Any, **kwargs: Any) -> Any:
         tensors: list[torch.Tensor] = []
@@ -275,13 +278,14 @@ def serve(
             store of the default group is unreachable.
     """
     allowed, progress_seconds = checked_names(allowed_arguments), _checked_limit(progress_seconds)
+    called = engine_of(engine)
     name = f"rank {peer}" if address is None else f"connected to {address}"
     listener = listen(address, peer, {"secret": secret, "secret_file": secret_file, "tls": tls})
     connection = listener.accept(timeout_seconds, progress_seconds)
     logger.info("serving the trainer (%s)", name)
     try:
         while (request := connection.receive())[0].get("call") != "goodbye":
-            _execute(engine, connection, *request, allowed)
+            _execute(called, connection, *request, allowed)
         connection.send({"result": None})
         logger.info("the trainer (%s) has disconnected", name)
     except ConnectionLostError as error:
@@ -305,7 +309,7 @@ def _checked_limit(progress_seconds: float | None) -> float | None:
 
 
 def _execute(
-    engine: RolloutEngine,
+    engine: Engine,
     connection: Connection,
     request: Mapping[str, Any],
     arguments: Sequence[torch.Tensor],
@@ -315,52 +319,57 @@ def _execute(
     call = request.get("call")
     tensors: list[torch.Tensor] = []
     try:
-        is_update = call in _UPDATES
-        if is_update:
+        result = None
+        if call in ("update_weights", "update_changed_weights"):
             _update(engine, connection, request)
-        result = None if is_update else _call(engine, request, arguments, allowed)
+        else:
+            result = _call(engine, request, arguments, allowed)
         connection.send({"result": to_json(_without_cache(result), "the result", tensors)}, tensors)
     except ConnectionLostError:
         raise
     except Exception as failure:  # noqa: BLE001  any failure is sent to the trainer
         text = error_text(failure)[:_MOST_CHARACTERS]
-        logger.warning("cannot execute %s: %s", short(call), text)
+        logger.warning("cannot execute %s: %s", shown(call), text)
         connection.send({"error": text})
 
 
-def _call(engine: Any, request: Mapping[str, Any], tensors: Sequence[torch.Tensor], allowed: Collection[str]) -> Any:
+def _call(engine: Engine, request: Mapping[str, Any], tensors: Sequence[torch.Tensor], allowed: Collection[str]) -> Any:
     with protocol_errors():
         call = _text(request["call"])
         args = [from_json(value, tensors) for value in request["args"]]
         kwargs = {_text(name): from_json(value, tensors) for name, value in request["kwargs"].items()}
-    if call in ("is_asleep", "weights_version"):
+    if call == "is_asleep":
+        return engine.is_asleep
+    if call == "weights_version":
         return getattr(engine, call, None)
-    if call in _OPTIONAL and not hasattr(engine, call):
+    is_lacking = call in CALLS and lacks(engine, call)
+    if is_lacking and call in _OPTIONAL:
         return None
-    if call not in CALLS or not callable(method := getattr(engine, call, None)):
+    if is_lacking or call not in CALLS:
         raise RolloutError(
-            f"cannot call {short(call)}: {type(engine).__name__} has no method of this name that a trainer may call, "
+            f"cannot call {shown(call)}: {engine.class_name} has no method of this name that a trainer may call, "
             "expected one. Add it to the engine."
         )
-    check_arguments(engine, call, args, kwargs, allowed)
+    method = getattr(engine, call)
+    check_arguments(method, call, args, kwargs, allowed)
     return method(*args, **kwargs)
 
 
-def _update(engine: Any, connection: Connection, request: Mapping[str, Any]) -> None:
+def _update(engine: Engine, connection: Connection, request: Mapping[str, Any]) -> None:
     """Pass the received weights to the engine; also receive the weights that the engine does not take."""
     with ThreadPoolExecutor(1) as receiver:
         stream = CountedStream(_received_weights(connection, receiver), hashed=False)
-        try:
+
+        def load(weights: Iterator[tuple[str, Any]]) -> None:
             if request["call"] == "update_weights":
-                engine.update_weights(iter(stream))
-            else:
-                check_takes_changes(engine)
-                with protocol_errors():
-                    versions = {name: _text(request[name]) for name in ("since", "version")}
-                engine.update_changed_weights(iter(stream), **versions)
-        finally:
-            stream.exhaust()
-        stream.check_complete()
+                engine.update_weights(weights)
+                return
+            check_takes_changes(engine)
+            with protocol_errors():
+                versions = {name: _text(request[name]) for name in ("since", "version")}
+            engine.update_changed_weights(weights, **versions)
+
+        stream.pass_to(load)
 
 
 def _received_weights(connection: Connection, receiver: ThreadPoolExecutor) -> Changes:
@@ -402,13 +411,9 @@ def _received(header: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> Cha
 
 
 def _text(value: object) -> str:
-    """Return a received name.
-
-    Raises:
-        ValueError: it is something else, or too long.
-    """
+    """Return a received name; raise ValueError if it is something else, or too long."""
     if type(value) is not str or len(value) > _MOST_CHARACTERS:
-        raise ValueError(f"the name {short(value)}")
+        raise ValueError(f"the name {shown(value)}")
     return value
 
 
@@ -436,14 +441,6 @@ def _disconnect(connection: Connection, turn: threading.Lock) -> None:
         if not turn.acquire(timeout=_LEAVE_SECONDS):
             return
     turn.release()
-
-
-def _check_plain(name: str, tensor: torch.Tensor) -> None:
-    if not is_plain(tensor):
-        raise RolloutError(
-            f"cannot send {name}: it is a {type(tensor).__name__} ({tensor.layout}, {tensor.dtype}, {tensor.device}), "
-            "expected a plain dense tensor. Pass its full_tensor(), to_dense() or dequantize()."
-        )
 
 
 def _remote_engine(args: Any, actor: nn.Module | None, _dtype: torch.dtype | None) -> RolloutEngine | None:

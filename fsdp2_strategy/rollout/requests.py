@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from fsdp2_strategy.errors import RolloutError, did_you_mean
-from fsdp2_strategy.rollout.wire_values import short
+from fsdp2_strategy.errors import RolloutError, did_you_mean, shown
 
 CALLS = ("weight_checksums", "weight_dtypes", "sleep", "wake_up", "generate", "log_probs", "routed_experts")
 """Methods of an engine that a trainer may call."""
@@ -117,104 +116,62 @@ _OF_A_PROMPT = {
     "multi_modal_data": _Kind("a mapping", _is_media),
 }
 
-MODEL_INPUTS = dict.fromkeys(
-    (
-        *("attention_mask", "decoder_attention_mask", "decoder_input_ids", "decoder_inputs_embeds", "inputs_embeds"),
-        *("position_ids", "token_type_ids", "mm_token_type_ids", "cache_position", "padding_mask"),
-        *("pixel_values", "pixel_mask", "pixel_attention_mask", "pixel_values_videos", "pixel_values_images"),
-        *("image_grid_thw", "video_grid_thw", "image_grid_hw", "second_per_grid_ts", "rope_deltas", "image_sizes"),
-        *("image_attention_mask", "image_embeds", "image_features", "image_position_ids", "video_position_ids"),
-        *("aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask", "spatial_shapes", "target_sizes"),
-        *("images_per_sample", "batch_num_images", "num_crops", "num_local_patches", "high_res_pixel_values"),
-        *(
-            "pixel_values_local",
-            "num_soft_tokens_per_image",
-            "num_frames_per_video",
-            "num_tiles",
-            "target_sizes_videos",
-        ),
-        *("image_num_crops", "image_token_pooling", "image_grids", "video_token_pooling", "video_grids"),
-        *("video_merge_sizes", "video_compression_mask", "num_chunks_per_video", "patches_grid", "flattened_patches"),
-        *("image_pixel_values", "bbox", "input_values", "input_values_mask", "input_features", "input_features_mask"),
-        *(
-            "feature_attention_mask",
-            "audio_input_features",
-            "audio_embed_sizes",
-            "audio_attention_mask",
-            "audio_values",
-        ),
-        *("state", "states", "actions", "negative_prompt_ids", "negative_prompt_attention_mask"),
-    ),
+
+def _all(kind: _Kind, names: str) -> dict[str, _Kind]:
+    """Return the kind of each of several names, which spaces separate."""
+    return dict.fromkeys(names.split(), kind)
+
+
+MODEL_INPUTS = _all(
     _TENSORS,
+    """
+    attention_mask decoder_attention_mask decoder_input_ids decoder_inputs_embeds inputs_embeds position_ids
+    token_type_ids mm_token_type_ids cache_position padding_mask pixel_values pixel_mask pixel_attention_mask
+    pixel_values_videos pixel_values_images image_grid_thw video_grid_thw image_grid_hw second_per_grid_ts rope_deltas
+    image_sizes image_attention_mask image_embeds image_features image_position_ids video_position_ids aspect_ratio_ids
+    aspect_ratio_mask cross_attention_mask spatial_shapes target_sizes images_per_sample batch_num_images num_crops
+    num_local_patches high_res_pixel_values pixel_values_local num_soft_tokens_per_image num_frames_per_video num_tiles
+    target_sizes_videos image_num_crops image_token_pooling image_grids video_token_pooling video_grids
+    video_merge_sizes video_compression_mask num_chunks_per_video patches_grid flattened_patches image_pixel_values bbox
+    input_values input_values_mask input_features input_features_mask feature_attention_mask audio_input_features
+    audio_embed_sizes audio_attention_mask audio_values state states actions negative_prompt_ids
+    negative_prompt_attention_mask
+    """,
 )
 """Inputs of a model's forward, which are tensors."""
 
 SAMPLING = {
-    **dict.fromkeys(
-        ("max_new_tokens", "max_tokens", "min_new_tokens", "min_tokens", "logprobs", "prompt_logprobs"), _COUNT
-    ),
-    **dict.fromkeys(("n", "best_of"), _COPIES),
-    **dict.fromkeys(("top_k", "truncate_prompt_tokens"), _INTEGER),
-    **dict.fromkeys(("seed", "sampling_seed"), _SEED),
-    **dict.fromkeys(
-        (
-            *("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
-            "length_penalty",
-        ),
-        _NUMBER,
-    ),
-    **dict.fromkeys(
-        (
-            *("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"),
-            *("no_stop_trim", "detokenize"),
-        ),
-        _FLAG,
-    ),
-    **dict.fromkeys(("stop", "bad_words"), _TEXTS),
-    **dict.fromkeys(("stop_token_ids", "allowed_token_ids"), _TOKENS),
+    **_all(_COUNT, "max_new_tokens max_tokens min_new_tokens min_tokens logprobs prompt_logprobs"),
+    **_all(_COPIES, "n best_of"),
+    **_all(_INTEGER, "top_k truncate_prompt_tokens"),
+    **_all(_SEED, "seed sampling_seed"),
+    **_all(_NUMBER, "temperature top_p min_p repetition_penalty frequency_penalty presence_penalty length_penalty"),
+    **_all(_FLAG, "ignore_eos skip_special_tokens spaces_between_special_tokens include_stop_str_in_output"),
+    **_all(_FLAG, "no_stop_trim detokenize"),
+    **_all(_TEXTS, "stop bad_words"),
+    **_all(_TOKENS, "stop_token_ids allowed_token_ids"),
     "logit_bias": _TOKEN_BIAS,
 }
 """Sampling parameters of vLLM and SGLang."""
 
 GENERATE = {
     **MODEL_INPUTS,
-    **dict.fromkeys(("inputs", "input_ids"), _TOKENS),
-    **dict.fromkeys(
-        (
-            *("max_new_tokens", "max_length", "min_new_tokens", "min_length", "top_k", "no_repeat_ngram_size"),
-            *("encoder_no_repeat_ngram_size", "top_logprobs_num"),
-        ),
-        _COUNT,
-    ),
+    **_all(_TOKENS, "inputs input_ids"),
+    **_all(_COUNT, "max_new_tokens max_length min_new_tokens min_length top_k no_repeat_ngram_size"),
+    **_all(_COUNT, "encoder_no_repeat_ngram_size top_logprobs_num"),
     "logprob_start_len": _INTEGER,
     "seed": _SEED,
-    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), _COPIES),
-    **dict.fromkeys(
-        (
-            *("temperature", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "penalty_alpha"),
-            *("repetition_penalty", "encoder_repetition_penalty", "length_penalty", "diversity_penalty"),
-            *("guidance_scale", "max_time"),
-        ),
-        _NUMBER,
-    ),
-    **dict.fromkeys(
-        (
-            *("do_sample", "use_cache", "renormalize_logits", "remove_invalid_values", "return_dict_in_generate"),
-            *("output_scores", "output_logits", "output_attentions", "output_hidden_states", "return_routing"),
-            *("return_logprob", "return_hidden_states", "use_tqdm"),
-        ),
-        _FLAG,
-    ),
-    **dict.fromkeys(
-        (
-            *("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id", "forced_bos_token_id"),
-            *("forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "force_words_ids"),
-        ),
-        _TOKENS,
-    ),
+    **_all(_COPIES, "num_beams num_beam_groups num_return_sequences"),
+    **_all(_NUMBER, "temperature top_p min_p top_h typical_p epsilon_cutoff eta_cutoff penalty_alpha"),
+    **_all(_NUMBER, "repetition_penalty encoder_repetition_penalty length_penalty diversity_penalty"),
+    **_all(_NUMBER, "guidance_scale max_time"),
+    **_all(_FLAG, "do_sample use_cache renormalize_logits remove_invalid_values return_dict_in_generate"),
+    **_all(_FLAG, "output_scores output_logits output_attentions output_hidden_states return_routing"),
+    **_all(_FLAG, "return_logprob return_hidden_states use_tqdm"),
+    **_all(_TOKENS, "eos_token_id pad_token_id bos_token_id decoder_start_token_id forced_bos_token_id"),
+    **_all(_TOKENS, "forced_eos_token_id suppress_tokens begin_suppress_tokens bad_words_ids force_words_ids"),
     "early_stopping": _EARLY_STOPPING,
-    "stop_strings": _TEXTS,
-    "prompt": _TEXTS,
+    **_all(_TEXTS, "stop_strings prompt"),
     "prompts": _PROMPTS,
     "image_data": _IMAGES,
     "sampling_params": _PARAMETERS,
@@ -225,15 +182,14 @@ _SCORES = {**MODEL_INPUTS, "sequences": _TENSORS, "temperature": _NUMBER}
 _ARGUMENTS: dict[str, dict[str, _Kind]] = {"generate": GENERATE, "log_probs": _SCORES, "routed_experts": _SCORES}
 
 _NEVER = frozenset(
-    (
-        *("custom_generate", "trust_remote_code", "generation_config", "logits_processor", "logits_processors"),
-        *("stopping_criteria", "prefix_allowed_tokens_fn", "assistant_model", "assistant_tokenizer", "tokenizer"),
-        *("processor", "streamer", "use_model_defaults", "synced_gpus", "past_key_values", "cache_implementation"),
-        *("cache_config", "compile_config", "watermarking_config", "continuous_batching_config", "lora_request"),
-        *("lora_path", "custom_logit_processor", "custom_params", "chat_template", "tokenization_kwargs"),
-        *("mm_processor_kwargs", "extra_args", "model", "model_path", "tokenizer_path", "revision", "code_revision"),
-        *("cache_dir", "hub_kwargs", "token", "audio_data", "video_data"),
-    )
+    """
+    custom_generate trust_remote_code generation_config logits_processor logits_processors stopping_criteria
+    prefix_allowed_tokens_fn assistant_model assistant_tokenizer tokenizer processor streamer use_model_defaults
+    synced_gpus past_key_values cache_implementation cache_config compile_config watermarking_config
+    continuous_batching_config lora_request lora_path custom_logit_processor custom_params chat_template
+    tokenization_kwargs mm_processor_kwargs extra_args model model_path tokenizer_path revision code_revision cache_dir
+    hub_kwargs token audio_data video_data
+    """.split()  # noqa: SIM905
 )
 """Arguments that name or are code, files, models, tokenizers or templates; see [Note: allowed arguments]."""
 _LIBRARIES = ("transformers", "vllm", "sglang", "torch", "peft")
@@ -243,37 +199,22 @@ _LEAST_POSITIONS = 2
 
 
 def checked_names(allowed_arguments: Collection[str]) -> frozenset[str]:
-    """Return the names of additional arguments that a server allows.
-
-    Raises:
-        RolloutError: they are not names, or are names of arguments that cannot be allowed.
-    """
+    """Return the names of additional arguments that a server allows; raise if one cannot be allowed."""
     names = [allowed_arguments] if isinstance(allowed_arguments, str) else list(allowed_arguments)
     for name in names:
         if not isinstance(name, str) or not name.isidentifier() or name in _NEVER:
             raise RolloutError(
-                f"cannot serve: allowed_arguments has {short(name)}, expected names of arguments that are values, "
+                f"cannot serve: allowed_arguments has {shown(name)}, expected names of arguments that are values, "
                 "because a trainer must not choose code, files or models of this process. Set it in the engine."
             )
     return frozenset(names)
 
 
 def check_arguments(
-    engine: Any, call: str, args: Sequence[Any], kwargs: Mapping[Any, Any], allowed: Collection[str]
+    method: Callable[..., Any], call: str, args: Sequence[Any], kwargs: Mapping[Any, Any], allowed: Collection[str]
 ) -> None:
-    """Raise if a trainer may not pass these arguments to an engine; see [Note: allowed arguments].
-
-    Args:
-        engine: the engine.
-        call: one of `CALLS`.
-        args: arguments by position.
-        kwargs: arguments by name.
-        allowed: additional names; see `checked_names`.
-
-    Raises:
-        RolloutError: there is an unknown argument, or one has another type or is out of bounds.
-    """
-    own, positions = _own_parameters(getattr(engine, call))
+    """Raise if a trainer may not pass these arguments to an engine; see [Note: allowed arguments]."""
+    own, positions = _own_parameters(method)
     known = _ARGUMENTS.get(call, {})
     is_scoring = known is _SCORES
     most = 2 if is_scoring else positions if known else 0
@@ -290,7 +231,7 @@ def check_arguments(
         listed = [*others, *(name for name in known if name not in MODEL_INPUTS)]
         expected = f"a tensor of the model such as pixel_values, or one of {', '.join(listed)}" if listed else "none"
         raise RolloutError(
-            f"cannot call {call}: the argument {short(unknown[0])} was passed, expected {expected}."
+            f"cannot call {call}: the argument {shown(unknown[0])} was passed, expected {expected}."
             f"{did_you_mean(str(unknown[0]), [*known, *others])} Other arguments must be allowed where the engine is "
             "served: serve(..., allowed_arguments=[...])."
         )
@@ -305,7 +246,7 @@ def _check_sampling(call: str, parameters: Mapping[Any, Any]) -> None:
     for name, value in parameters.items():
         if name not in SAMPLING:
             raise RolloutError(
-                f"cannot call {call}: the sampling parameter {short(name)} was passed, expected one of "
+                f"cannot call {call}: the sampling parameter {shown(name)} was passed, expected one of "
                 f"{', '.join(SAMPLING)}.{did_you_mean(str(name), SAMPLING)} Set others in the engine that is served."
             )
         if value is not None and not SAMPLING[name].allows(value):
@@ -320,8 +261,8 @@ def _each(parameters: Any) -> Sequence[Mapping[Any, Any]]:
 
 
 def _wrong_value(call: str, what: str, value: Any, expected: str) -> RolloutError:
-    shown = f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else short(value)
-    return RolloutError(f"cannot call {call}: {what} is {shown}, expected {expected}. Pass that.")
+    found = f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else shown(value)
+    return RolloutError(f"cannot call {call}: {what} is {found}, expected {expected}. Pass that.")
 
 
 def _own_parameters(method: Callable[..., Any]) -> tuple[set[str], int]:

@@ -61,11 +61,7 @@ class Retained:
         self._retained[name] = torch.cat([empty, *kept])
 
     def changes(self, name: str, part: Part) -> ShardChanges | None:
-        """Return what changed in a shard, and remember the shard as it is now.
-
-        Returns:
-            None if the changes would take as many bytes as the shard.
-        """
+        """Return what changed in a shard, None if that takes as many bytes as the shard; remember the new shard."""
         retained, local = self._retained[name], values_of(part.tensor).reshape(-1)
         width = self._width(part.dtype)
         blocks = [torch.empty(0, dtype=torch.int64, device=retained.device)]

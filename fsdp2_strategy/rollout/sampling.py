@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -86,6 +87,20 @@ class Sample:
     log_probs: list[float]
     """The log-probability of each token; empty unless requested."""
 
+    def as_vllm(self) -> CompletionOutput:
+        """Return the sequence as in the output of vLLM."""
+        pairs = zip(self.token_ids, self.log_probs, strict=False)
+        logprobs = [{token: Logprob(log_prob)} for token, log_prob in pairs] if self.log_probs else None
+        return CompletionOutput(self.token_ids, logprobs)
+
+    def as_sglang(self, *, has_log_probs: bool) -> dict[str, Any]:
+        """Return the sequence as in the output of SGLang."""
+        output: dict[str, Any] = {"output_ids": self.token_ids}
+        if has_log_probs:
+            pairs = zip(self.log_probs, self.token_ids, strict=True)
+            output["meta_info"] = {"output_token_logprobs": [(log_prob, token, None) for log_prob, token in pairs]}
+        return output
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
@@ -103,15 +118,7 @@ class SamplingPlan:
 
 
 def plan(sampling_params: object, end_tokens: Sequence[int]) -> SamplingPlan:
-    """Translate sampling parameters.
-
-    Args:
-        sampling_params: a mapping with SGLang's or vLLM's names, or vLLM's ``SamplingParams``; None for the defaults.
-        end_tokens: the model's own end-of-sequence tokens.
-
-    Raises:
-        RolloutError: transformers has no equal of a parameter, or its name is unknown.
-    """
+    """Translate SGLang's or vLLM's parameters (a mapping or an object; None: the defaults) for ``generate``."""
     given = _as_mapping(sampling_params)
     options: dict[str, Any] = {"max_new_tokens": _TOKEN_LIMIT["max_new_tokens"], "min_new_tokens": 0}
     # All are passed, so that the model's own generation configuration changes none of them.
@@ -160,33 +167,14 @@ def _as_mapping(sampling_params: object) -> Mapping[str, Any]:
     return {name: getattr(sampling_params, name) for name in _TOKEN_LIMIT if name in public} | changed
 
 
-def generate_tokens(model: Any, prompts: Sequence[Sequence[int]], sampling_params: object) -> list[list[list[int]]]:
-    """Return the token ids of the samples of `generate_samples`, for each prompt."""
-    samples = generate_samples(model, prompts, sampling_params)
-    return [[sample.token_ids for sample in of_prompt] for of_prompt in samples]
-
-
 @torch.no_grad()
 def generate_samples(
     model: Any, prompts: Sequence[Sequence[int]], sampling_params: object, *, log_probs: LogProbs | None = None
 ) -> list[list[Sample]]:
-    """Generate for prompts of any lengths; not collective.
+    """Generate ``n`` samples for each prompt of token ids; not collective.
 
     Prompts of equal length are generated together, so there is no padding before a prompt, and no prompt affects
-    another one. The end-of-sequence token is included.
-
-    Args:
-        model: a transformers model.
-        prompts: token ids of each prompt.
-        sampling_params: see `plan`. With several sequences for each prompt (``n``), they are samples.
-        log_probs: which log-probabilities of the generated tokens to compute; by default those of ``logprobs=0`` in
-            ``sampling_params``, if it is there.
-
-    Returns:
-        For each prompt, its samples.
-
-    Raises:
-        RolloutError: see `plan`; or a prompt is empty.
+    another one. The end-of-sequence token is included. By default, ``logprobs=0`` in the parameters requests "raw".
     """
     own_ends = model.generation_config.eos_token_id
     ends = [] if own_ends is None else own_ends if isinstance(own_ends, list) else [own_ends]
@@ -263,3 +251,12 @@ def _until_end(sequence: list[int], end_tokens: Sequence[int]) -> list[int]:
         if token in end_tokens:
             return sequence[: index + 1]
     return sequence
+
+
+def loaded_tokenizer(tokenizer: Any) -> Any:
+    """Return a tokenizer, which may be given as its folder or name."""
+    if not isinstance(tokenizer, str | Path):
+        return tokenizer
+    from transformers import AutoTokenizer  # noqa: PLC0415
+
+    return AutoTokenizer.from_pretrained(tokenizer)

@@ -17,14 +17,20 @@ import torch
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.process_group import current_device, local_rank
 from fsdp2_strategy.errors import RolloutError
-from fsdp2_strategy.rollout.protocol import Weights, check_allows_sleep, check_awake
-from fsdp2_strategy.rollout.trainer_arguments import dtype_name, option, position_in_engine
+from fsdp2_strategy.rollout.protocol import Engine, Weights
+from fsdp2_strategy.rollout.trainer_arguments import (
+    check_allows_sleep,
+    dtype_name,
+    import_package,
+    option,
+    position_in_engine,
+)
 
 _FREED_IN_SLEEP = ["kv_cache", "cuda_graph"]
 """SGLang's names of the memory that `sleep` frees. The weights stay, because an engine must keep them."""
 
 
-class SGLangEngine:
+class SGLangEngine(Engine):
     """Generate with SGLang on the accelerators of this rank and of the next ``tp_size - 1`` ranks; not collective.
 
     Args:
@@ -51,13 +57,7 @@ class SGLangEngine:
         bucket_bytes: int | None = None,
         **options: Any,
     ) -> None:
-        try:
-            import sglang  # noqa: PLC0415
-        except ImportError as error:
-            raise RolloutError(
-                "cannot build an engine: the package sglang is not installed, expected it for the engine 'sglang'. "
-                "Install it, or use the engine 'transformers'."
-            ) from error
+        sglang = import_package("sglang")
         with _without_store_of_torchrun():
             self.llm_engine: Any = sglang.Engine(
                 model_path=model,
@@ -68,7 +68,6 @@ class SGLangEngine:
                 **options,
             )
         self.dtype = dtype
-        self.is_asleep = False
         self._allows_sleep = allows_sleep
         self._bucket_bytes = sizes.BUCKET_BYTES if bucket_bytes is None else bucket_bytes
 
@@ -102,12 +101,8 @@ class SGLangEngine:
         )
 
     def update_weights(self, weights: Weights) -> None:
-        """Send all weights to the workers, which open their memory; free the cache of prompts.
-
-        Raises:
-            RolloutError: the engine is asleep, or SGLang reports a failure.
-        """
-        check_awake(self, "update its weights")
+        """Send all weights to the workers; raise RolloutError if the engine is asleep, or SGLang reports a failure."""
+        self._check_awake("update its weights")
         for bucket in _buckets(weights, self._bucket_bytes):
             result = self.llm_engine.update_weights_from_tensor(named_tensors=bucket, flush_cache=False)
             success, message = result if isinstance(result, tuple) else (True, "")
@@ -120,11 +115,7 @@ class SGLangEngine:
         self.llm_engine.flush_cache()
 
     def sleep(self) -> None:
-        """Free the memory of cache and graphs; the weights stay on the accelerator.
-
-        Raises:
-            RolloutError: the engine was built without ``allows_sleep``.
-        """
+        """Free the memory of cache and graphs, but not the weights; raise RolloutError without ``allows_sleep``."""
         check_allows_sleep(self._allows_sleep)
         self.llm_engine.release_memory_occupation(tags=list(_FREED_IN_SLEEP))
         self.is_asleep = True
@@ -136,12 +127,8 @@ class SGLangEngine:
         self.is_asleep = False
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Call ``sglang.Engine.generate`` with the same arguments and result.
-
-        Raises:
-            RolloutError: the engine is asleep.
-        """
-        check_awake(self, "generate")
+        """Call ``sglang.Engine.generate`` with the same arguments and result; raise RolloutError if asleep."""
+        self._check_awake("generate")
         return self.llm_engine.generate(*args, **kwargs)
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar, overload
 
@@ -41,7 +41,7 @@ from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.model.weight_versions import WeightWatch
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.rollout.bucket import may_start_early
-from fsdp2_strategy.rollout.changes import Found, compare, decide
+from fsdp2_strategy.rollout.changes import ChangesBucket, decide
 from fsdp2_strategy.rollout.difference import Change
 from fsdp2_strategy.rollout.retained import Retain, Retained
 from fsdp2_strategy.rollout.stream_plan import Item, RegionBucket, cached_items, facts_of, make_items, pack
@@ -115,22 +115,20 @@ def stream_weights(
     """Yield a model's weights as full tensors under Hugging Face names, each once; collective over the model's ranks.
 
     Every rank must iterate, even if it does not use the tensors. If a rank leaves the loop early, the iterator runs the
-    remaining collectives when it is closed. In ``for … in stream_weights(…)``, Python closes the iterator as soon as
-    the loop ends. If a variable refers to the iterator, close it yourself, for example with ``contextlib.closing``.
+    remaining collectives when it is closed: at the end of ``for … in stream_weights(…)``; if a variable refers to the
+    iterator, close it yourself, for example with ``contextlib.closing``.
 
     All tensors have the weights of the call. If the weights change before all of them are gathered (an optimizer step,
     a load, averages of `EMA.swapped_in`), the next tensor is an error. Offloading and reloading the model is allowed.
     PyTorch does not count changes through ``parameter.data``, so these are not noticed.
 
-    A tensor is contiguous and on this rank's device. It does not change while it is held, even if the model does.
-    Release each tensor before you request the next: the additional memory is then limited to two buckets, one being
-    read and one being gathered. A tensor whose layout in Hugging Face files differs from the model's is copied, which
-    takes further memory. To read a tensor on another CUDA stream, make that stream wait for the current stream
-    first, and hold the tensor until the read is complete.
+    A tensor is contiguous, on this rank's device, and does not change while it is held. Release each tensor before you
+    request the next: the additional memory is then limited to two buckets, one being read and one being gathered, and
+    copies of tensors whose layout in Hugging Face files differs from the model's. To read a tensor on another CUDA
+    stream, make that stream wait for the current stream first, and hold the tensor until the read is complete.
 
-    With ``since``, only the weights that have changed are sent, and ranks compare their shards when this function is
-    called. The first such stream, and each stream whose ``since`` is
-    not the version of the last complete one, sends all weights (``is_full``).
+    With ``since``, only the weights that have changed are sent, and ranks compare their shards in this call. The first
+    such stream, and each whose ``since`` is not the version of the last complete one, sends all (``is_full``).
 
     Args:
         model: sharded or not, offloaded or not, or a wrapper. For a model without sharded parameters, the call is not
@@ -159,39 +157,87 @@ def stream_weights(
         RolloutError: on every rank, if the model has no values, its adapters cannot be merged, the ranks pass different
             models or arguments, or the weights have changed since the call.
     """
-    root = unwrap_model(model)
-    reshard(root)
-    watch = WeightWatch(root)
+    source = _Source(model)
     bucket_bytes = sizes.BUCKET_BYTES if bucket_bytes is None else bucket_bytes
     if since is None:
-        return WeightStream(_stream_all(root, watch, dtype, bucket_bytes, merge_adapters=merge_adapters))
-    return _stream_changes(root, watch, dtype, bucket_bytes, since=since, retain=retain, merge_adapters=merge_adapters)
+        return WeightStream(_stream_all(source, dtype, bucket_bytes, merge_adapters=merge_adapters))
+    return _stream_changes(source, dtype, bucket_bytes, since=since, retain=retain, merge_adapters=merge_adapters)
+
+
+class _Source:
+    """A model whose weights are streamed as they are now; see [Note: changes during a stream]."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.root = unwrap_model(model)
+        reshard(self.root)
+        self._watch = WeightWatch(self.root)
+        self.is_collective = any(isinstance(parameter, DTensor) for parameter in self.root.parameters())
+        self.action = f"stream {class_name(self.root)}"
+        self._has_changed = False
+
+    def all_or_none(self) -> AbstractContextManager[None]:
+        """Raise an error of this block on all ranks of the model."""
+        return all_or_none(self.action, RolloutError) if self.is_collective else nullcontext()
+
+    def begin(self) -> None:
+        """Reshard the model again, and raise if a weight has changed since the call; not collective."""
+        reshard(self.root)
+        self._has_changed = self._watch.any_changed()
+        self.check()
+
+    def add(self, bucket: RegionBucket) -> None:
+        """Check the tensors of a bucket whose values were just read; not collective."""
+        self._has_changed |= self._watch.any_changed(part.tensor for part in bucket.parts.values())
+
+    def check(self) -> None:
+        """Raise if values that this rank has read are not those of the call; not collective."""
+        if self._has_changed:
+            raise self._changed()
+
+    def checked(self, pairs: Generator[tuple[str, T], None, None]) -> Generator[tuple[str, T], None, None]:
+        """Yield the pairs; when they end, raise on every rank if the weights of any rank have changed; collective."""
+        try:
+            yield from pairs
+        except GeneratorExit:
+            self._has_changed_anywhere()  # the other ranks may read on
+            raise
+        except RolloutError:
+            if self._has_changed:
+                self._has_changed_anywhere()
+            raise
+        if self._has_changed_anywhere():
+            raise self._changed()
+
+    def _has_changed_anywhere(self) -> bool:
+        if not self.is_collective:
+            return self._has_changed
+        with on_ranks_of(self.root):
+            return any_rank(self._has_changed)
+
+    def _changed(self) -> RolloutError:
+        return RolloutError(
+            f"cannot {self.action}: its weights have changed since the stream began, expected the weights of the call "
+            "for all tensors. Read the stream to its end before the next optimizer step or load, or begin a new one."
+        )
 
 
 def _stream_all(
-    root: nn.Module, watch: WeightWatch, dtype: torch.dtype | None, bucket_bytes: int, *, merge_adapters: bool
+    source: _Source, dtype: torch.dtype | None, bucket_bytes: int, *, merge_adapters: bool
 ) -> Generator[tuple[str, torch.Tensor], None, None]:
-    """Yield all weights, as they were when ``watch`` was made; collective."""
-    with on_ranks_of(root):  # not around `_run`: code of the caller runs between its steps
-        is_collective, items = _begin(root, watch, dtype, bucket_bytes, [], merge_adapters=merge_adapters)
-    stream = _Unchanged(root, watch, is_collective=is_collective)
-    yield from stream.checked(_run_all(items, bucket_bytes, stream))
+    """Yield all weights, as they were when ``source`` was made; collective."""
+    with on_ranks_of(source.root):  # not around `_run`: code of the caller runs between its steps
+        items = _begin(source, dtype, bucket_bytes, [], merge_adapters=merge_adapters)
+    yield from source.checked(_run(items, bucket_bytes, source))
 
 
 def _stream_changes(
-    root: nn.Module,
-    watch: WeightWatch,
-    dtype: torch.dtype | None,
-    bucket_bytes: int,
-    *,
-    since: str,
-    retain: Retain,
-    merge_adapters: bool,
+    source: _Source, dtype: torch.dtype | None, bucket_bytes: int, *, since: str, retain: Retain, merge_adapters: bool
 ) -> WeightStream[Change]:
     """Return a stream of what has changed since a version; collective."""
+    root, is_collective = source.root, source.is_collective
     with on_ranks_of(root):
         arguments = [dtype, merge_adapters, since, retain]
-        is_collective, items = _begin(root, watch, dtype, bucket_bytes, arguments, merge_adapters=merge_adapters)
+        items = _begin(source, dtype, bucket_bytes, arguments, merge_adapters=merge_adapters)
         if retain not in ("copy", "hashes"):  # on every rank: the arguments are equal
             raise RolloutError(
                 f"cannot stream weights: retain is {retain!r}, expected 'copy' or 'hashes'. Pass either."
@@ -205,19 +251,21 @@ def _stream_changes(
         origin = secrets.token_hex(8)
         if is_full and is_collective:
             origin = from_rank_0(origin)
-        with all_or_none(f"stream {class_name(root)}", RolloutError) if is_collective else nullcontext():
+        with source.all_or_none():
             if is_full or last is None:
                 last = model_state(root).set(_LAST, _Last(facts, Retained(retain), origin))
                 for name, part in parts.items():
                     last.retained.store(name, part)
-                compared = None
             else:
                 last.is_complete = False
-                compared = [compare(item, last.retained) for item in items]
-        found = Found(items, []) if compared is None else decide(compared, bucket_bytes, is_collective=is_collective)
+                retained = last.retained
+                changes = [{name: retained.changes(name, part) for name, part in i.parts.items()} for i in items]
+        full: list[Item] = items
+        buckets: list[ChangesBucket] = []
+        if not is_full:
+            full, buckets = decide(items, changes, bucket_bytes, is_collective=is_collective)
     last.count += 1
-    unchanged = _Unchanged(root, watch, is_collective=is_collective)
-    stream = WeightStream(_run_changes(found, bucket_bytes, last, unchanged))
+    stream = WeightStream(_run_changes(full, buckets, bucket_bytes, last, source))
     stream.is_full, stream.version, stream.retained_bytes = is_full, last.next_version, last.retained.nbytes
     stream.full_bytes = sum(r.numel() * r.dtype.itemsize for item in items for r in item.regions.values())
     return stream
@@ -254,34 +302,36 @@ def forget_changes(model: nn.Module) -> None:
 
 
 def _begin(
-    root: nn.Module,
-    watch: WeightWatch,
+    source: _Source,
     dtype: torch.dtype | None,
     bucket_bytes: int,
     arguments: Sequence[object],
     *,
     merge_adapters: bool,
-) -> tuple[bool, list[Item]]:
-    """Return whether the stream is collective, and its items; gather adapters that are merged; collective if so."""
-    reshard(root)
-    if not any(isinstance(parameter, DTensor) for parameter in root.parameters()):
-        _check_unchanged(root, watch)
-        try:
-            merged, items = _prepare(root, dtype, bucket_bytes, merge_adapters=merge_adapters)
-            merged.gather()
-        except CheckpointError as error:
-            raise RolloutError(str(error)) from error
-        return False, items
-    action = f"stream {class_name(root)}"
-    with all_or_none(action, RolloutError):
-        _check_unchanged(root, watch)
-        merged, items = _prepare(root, dtype, bucket_bytes, merge_adapters=merge_adapters)
-    facts = [*arguments, bucket_bytes, *facts_of(items)]
-    check_equal(action, facts, RolloutError, "the same model and arguments on every rank. Pass the same ones.")
-    if merged.adapters:
-        with all_or_none(action, RolloutError):
-            merged.gather()
-    return True, items
+) -> list[Item]:
+    """Return the items of a stream, and gather the adapters that are merged; collective if the model is sharded."""
+    root = source.root
+    try:
+        with source.all_or_none():
+            source.begin()
+            if bucket_bytes < 1:
+                raise RolloutError(
+                    f"cannot stream weights: bucket_bytes is {bucket_bytes}, expected at least 1. For example, use "
+                    "512 * 2**20."
+                )
+            check_usable(root)
+            merged = without_adapters(root) if merge_adapters else Merged(without_adapter_modules(root))
+            items = (cached_items if merged.model is root else make_items)(merged.model, dtype)
+        if source.is_collective:
+            facts = [*arguments, bucket_bytes, *facts_of(items)]
+            expected = "the same model and arguments on every rank. Pass the same ones."
+            check_equal(source.action, facts, RolloutError, expected)
+        if merged.adapters:
+            with source.all_or_none():
+                merged.gather()
+    except CheckpointError as error:  # of a model that is not sharded
+        raise RolloutError(str(error)) from error
+    return items
 
 
 def stream_adapter(model: nn.Module, adapter: str = "default") -> Iterator[tuple[str, torch.Tensor]]:
@@ -301,18 +351,15 @@ def stream_adapter(model: nn.Module, adapter: str = "default") -> Iterator[tuple
         RolloutError: on every rank, if the model has no such adapter, trains more than its adapters, or has changed
             between the call and the request of the first tensor.
     """
-    root = unwrap_model(model)
-    reshard(root)
-    return _stream_adapter(root, WeightWatch(root), adapter)
+    return _stream_adapter(_Source(model), adapter)
 
 
-def _stream_adapter(root: nn.Module, watch: WeightWatch, adapter: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of an adapter, as they were when ``watch`` was made; collective."""
-    is_collective = any(isinstance(parameter, DTensor) for parameter in root.parameters())
+def _stream_adapter(source: _Source, adapter: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of an adapter, as they were when ``source`` was made; collective."""
+    root = source.root
     with on_ranks_of(root):
-        with all_or_none(f"stream {class_name(root)}", RolloutError) if is_collective else nullcontext():
-            reshard(root)
-            _check_unchanged(root, watch)
+        with source.all_or_none():
+            source.begin()
         try:
             files, tensors = AdapterFiles.of(root)
         except CheckpointError as error:
@@ -323,129 +370,55 @@ def _stream_adapter(root: nn.Module, watch: WeightWatch, adapter: str) -> Iterat
                 f"{', '.join(map(repr, files.regions))}. Pass adapter= with one of these names."
             )
         sources = {name: tensors[sources_of(region)[0]] for name, region in files.regions[adapter].items()}
+        by_id = {id(tensor): tensor for tensor in sources.values()}
         with torch.no_grad():
-            gathered = gather_full({id(tensor): tensor for tensor in sources.values()})
-            for key, tensor in {id(tensor): tensor for tensor in sources.values()}.items():
+            gathered = gather_full(by_id)
+            for key, tensor in by_id.items():
                 if storage_address(gathered[key]) == storage_address(values_of(tensor)):  # not gathered: one rank
                     gathered[key] = gathered[key].clone()
     for name, tensor in sources.items():
         yield name, gathered[id(tensor)].detach()
 
 
-def _prepare(
-    root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int, *, merge_adapters: bool
-) -> tuple[Merged, list[Item]]:
-    if bucket_bytes < 1:
-        raise RolloutError(
-            f"cannot stream weights: bucket_bytes is {bucket_bytes}, expected at least 1. For example, use 512 * 2**20."
-        )
-    check_usable(root)
-    merged = without_adapters(root) if merge_adapters else Merged(without_adapter_modules(root))
-    return merged, (cached_items if merged.model is root else make_items)(merged.model, dtype)
-
-
-class _Unchanged:
-    """Raise if the weights change during a stream; see [Note: changes during a stream]."""
-
-    def __init__(self, root: nn.Module, watch: WeightWatch, *, is_collective: bool) -> None:
-        self._root, self._watch, self._is_collective = root, watch, is_collective
-        self._has_changed = False
-
-    def add(self, bucket: RegionBucket) -> None:
-        """Check the tensors of a bucket whose values were just read; not collective."""
-        self._has_changed |= self._watch.any_changed(part.tensor for part in bucket.parts.values())
-
-    def check(self) -> None:
-        """Raise RolloutError if a bucket of this rank has other values than those of the call; not collective."""
-        if self._has_changed:
-            raise _changed(self._root)
-
-    def checked(self, pairs: Generator[tuple[str, T], None, None]) -> Generator[tuple[str, T], None, None]:
-        """Yield the pairs; when they end, raise on every rank if the weights of any rank have changed; collective."""
-        try:
-            yield from pairs
-        except GeneratorExit:
-            self._has_changed_anywhere()  # the other ranks may read on
-            raise
-        except RolloutError:
-            if self._has_changed:
-                self._has_changed_anywhere()
-            raise
-        if self._has_changed_anywhere():
-            raise _changed(self._root)
-
-    def _has_changed_anywhere(self) -> bool:
-        if not self._is_collective:
-            return self._has_changed
-        with on_ranks_of(self._root):
-            return any_rank(self._has_changed)
-
-
-def _check_unchanged(root: nn.Module, watch: WeightWatch) -> None:
-    """Raise RolloutError if any weight has changed since the watch began; not collective."""
-    if watch.any_changed():
-        raise _changed(root)
-
-
-def _changed(root: nn.Module) -> RolloutError:
-    return RolloutError(
-        f"cannot stream {class_name(root)}: its weights have changed since the stream began, expected the weights of "
-        "the call for all tensors. Read the stream to its end before the next optimizer step or load, or begin a new "
-        "one."
-    )
-
-
-def _run_all(
-    items: Sequence[Item], bucket_bytes: int, unchanged: _Unchanged
-) -> Generator[tuple[str, torch.Tensor], None, None]:
-    """Yield the tensors of items in full; collective."""
-    buckets = pack(items, bucket_bytes)
-    yield from _run(buckets, unchanged, is_early=may_start_early(buckets, bucket_bytes))
-
-
 def _run_changes(
-    found: Found, bucket_bytes: int, last: _Last, unchanged: _Unchanged
+    full: Sequence[Item], buckets: Sequence[ChangesBucket], bucket_bytes: int, last: _Last, source: _Source
 ) -> Generator[tuple[str, Change], None, None]:
-    """Yield what was found; collective. When all of it was requested, the version of the stream is known."""
-    yield from unchanged.checked(_run_found(found, bucket_bytes, unchanged))
+    """Yield what `decide` returned; collective. When all of it was requested, the version of the stream is known."""
+    yield from source.checked(_run_decided(full, buckets, bucket_bytes, source))
     last.is_complete = True
 
 
-def _run_found(found: Found, bucket_bytes: int, unchanged: _Unchanged) -> Generator[tuple[str, Change], None, None]:
+def _run_decided(
+    full: Sequence[Item], buckets: Sequence[ChangesBucket], bucket_bytes: int, source: _Source
+) -> Generator[tuple[str, Change], None, None]:
     """Yield the differences, which were found at the call, and then the full tensors; collective."""
-    waiting = deque(found.buckets)
+    waiting = deque(buckets)
     try:
         while waiting:
             yield from waiting.popleft().outputs()
     except BaseException:  # the caller left the loop: take part in the remaining collectives
         for bucket in waiting:
             bucket.gather()
-        with suppress(RolloutError):  # of `unchanged`, after the collectives
-            for _ in _run_all(found.full, bucket_bytes, unchanged):
+        with suppress(RolloutError):  # of `source`, after the collectives
+            for _ in _run(full, bucket_bytes, source):
                 pass
         raise
-    yield from _run_all(found.full, bucket_bytes, unchanged)
+    yield from _run(full, bucket_bytes, source)
 
 
-def _run(
-    buckets: Sequence[RegionBucket], unchanged: _Unchanged, *, is_early: bool
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of one bucket while the next bucket is gathered; collective.
-
-    Args:
-        buckets: the buckets in their order.
-        unchanged: checks the weights of each bucket.
-        is_early: whether to start the next bucket before the first tensor of the current bucket is yielded. At that
-            time, the caller may still hold a tensor of the previous bucket.
-    """
-    waiting = deque(buckets)
+def _run(items: Sequence[Item], bucket_bytes: int, source: _Source) -> Generator[tuple[str, torch.Tensor], None, None]:
+    """Yield the tensors of one bucket in full while the next bucket is gathered; collective."""
+    waiting = deque(pack(items, bucket_bytes))
     started: deque[RegionBucket] = deque()
+    # Whether to start the next bucket before the first tensor of the current bucket is yielded. At that time, the
+    # caller may still hold a tensor of the previous bucket.
+    is_early = may_start_early(waiting, bucket_bytes)
 
     def start(at_most: int) -> None:
         while waiting and len(started) < at_most:
             started.append(waiting.popleft())
             started[-1].start()
-            unchanged.add(started[-1])
+            source.add(started[-1])
 
     def finish() -> None:
         bucket = started.popleft()
@@ -459,7 +432,7 @@ def _run(
         started[0].wait()
         try:
             for name, make in started[0].outputs():
-                unchanged.check()
+                source.check()
                 yield name, make()
                 start(2)  # the caller has released the last tensor of the previous bucket
         except BaseException:  # the caller left the loop, or weights changed: take part in the remaining collectives

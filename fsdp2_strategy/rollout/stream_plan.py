@@ -104,12 +104,7 @@ def facts_of(items: Sequence[Item]) -> list[object]:
 
 
 def pack(items: Sequence[Item], bucket_bytes: int) -> list[RegionBucket]:
-    """Put items into buckets, in which they are gathered; equal on every rank for equal items.
-
-    Args:
-        items: the items, in their order.
-        bucket_bytes: the limit on the bytes of a bucket is a part of this; see `stream_weights`.
-    """
+    """Put items into buckets, in which they are gathered; equal on every rank for equal items."""
     buckets: list[RegionBucket] = []
     filling: dict[tuple[int, int], RegionBucket] = {}
     for item in items:

@@ -1,4 +1,4 @@
-"""Read the options of an engine from a trainer's arguments.
+"""What the engines of vLLM and SGLang have in common: their package, and options from a trainer's arguments.
 
 Input: a namespace or mapping. Output: values of options, under the names of LightRFT's parser.
 """
@@ -6,6 +6,7 @@ Input: a namespace or mapping. Output: values of options, under the names of Lig
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -13,16 +14,13 @@ import torch.distributed as dist
 
 from fsdp2_strategy.distributed.process_group import group_in_use, local_world_size, ranks_of
 from fsdp2_strategy.errors import RolloutError
+from fsdp2_strategy.rollout.protocol import dtype_text
 
 _REQUIRED = object()
 
 
 def option(args: Any, name: str, default: Any = _REQUIRED) -> Any:
-    """Return an option, or the default if it is absent or None.
-
-    Raises:
-        RolloutError: there is neither a value nor a default.
-    """
+    """Return an option, or the default if it is absent or None; without a default, raise."""
     value = args.get(name) if isinstance(args, Mapping) else getattr(args, name, None)
     if value is not None:
         return value
@@ -32,23 +30,14 @@ def option(args: Any, name: str, default: Any = _REQUIRED) -> Any:
 
 
 def dtype_name(args: Any, dtype: torch.dtype | None) -> str:
-    """Return the name of the dtype in which an engine computes: that of the weights that will be sent.
-
-    Without one (the dtypes of the shards are sent), ``args.bf16`` decides between bfloat16 and float16.
-    """
+    """Return the dtype of the weights that will be sent; without one, that of ``args.bf16``."""
     if dtype is None:
         dtype = torch.bfloat16 if option(args, "bf16", True) else torch.float16
-    return str(dtype).removeprefix("torch.")
+    return dtype_text(dtype)
 
 
 def position_in_engine(size: int) -> tuple[int, int]:
-    """Return the number of this rank's engine, and the rank's position among the ``size`` ranks that share it.
-
-    Successive ranks share an engine. Without a process group, there is one rank.
-
-    Raises:
-        RolloutError: ``size`` does not divide the number of ranks, or an engine would have ranks of two hosts.
-    """
+    """Return the number of this rank's engine, and its position among the ``size`` successive ranks that share it."""
     ranks = ranks_of(group_in_use()) if dist.is_initialized() else [0]
     if len(ranks) % size:
         raise RolloutError(
@@ -62,3 +51,23 @@ def position_in_engine(size: int) -> tuple[int, int]:
             "engines that lie within one host. Pass an engine_tp_size that divides the number of ranks on a host."
         )
     return divmod(ranks.index(dist.get_rank()) if dist.is_initialized() else 0, size)
+
+
+def import_package(name: str) -> Any:
+    """Import the package of an engine that has the same name."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise RolloutError(
+            f"cannot build an engine: the package {name} is not installed, expected it for the engine {name!r}. "
+            "Install it, or use the engine 'transformers'."
+        ) from error
+
+
+def check_allows_sleep(allows_sleep: bool) -> None:
+    """Raise if an engine was not built to be put to sleep."""
+    if not allows_sleep:
+        raise RolloutError(
+            "cannot put the engine to sleep: it was built without allows_sleep, expected it. Pass "
+            "--enable_engine_sleep, or build it with allows_sleep=True."
+        )

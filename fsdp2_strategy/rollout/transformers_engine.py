@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import copy
 import sys
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -27,13 +26,13 @@ from fsdp2_strategy.model.fsdp_state import class_name
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.parallel.routing.replay import record_routing
 from fsdp2_strategy.rollout.experts import chosen_experts
-from fsdp2_strategy.rollout.protocol import Changes, Weights, check_awake
-from fsdp2_strategy.rollout.sampling import CompletionOutput, Logprob, RequestOutput, Sample, generate_samples
+from fsdp2_strategy.rollout.protocol import Changes, Engine, Weights, dtype_text
+from fsdp2_strategy.rollout.sampling import RequestOutput, generate_samples, loaded_tokenizer
 from fsdp2_strategy.rollout.stream import stream_weights, weight_checksums
 from fsdp2_strategy.rollout.weight_loader import WeightLoader
 
 
-class TransformersEngine:
+class TransformersEngine(Engine):
     """Generate with transformers, on this rank's own full copy of a sharded model; not collective.
 
     The copy has no weights before the first `update_weights`. Ranks generate independently, so the number and length of
@@ -81,10 +80,11 @@ class TransformersEngine:
         copied.config.dtype = dtype or copied.dtype
         keep_dtypes(copied, dtype_plan(copied, dtype) if dtype else None)
         if any(buffer.is_meta for buffer in root.buffers()):
-            _compute_buffers(copied)
+            for parameter in copied.parameters():
+                mark_initialized(parameter)
+            copied.initialize_weights()  # of the buffers only
         self.model = copied
         self._loader = WeightLoader(self.model, takes_sent_dtype=takes_sent_dtype)
-        self.is_asleep = False
         self._has_weights = False
         self.weights_version: str | None = None
         self._tokenizer = tokenizer
@@ -92,12 +92,10 @@ class TransformersEngine:
     def update_weights(self, weights: Weights) -> None:
         """Load all weights of the model from pairs of Hugging Face name and tensor.
 
-        If this raises while the engine is awake, `generate` raises until an update succeeds.
-
-        Raises:
-            RolloutError: the engine is asleep; or a weight is missing, unknown, repeated or has another shape.
+        Raise RolloutError if the engine is asleep; or a weight is missing, unknown, repeated or has another shape: then
+        `generate` raises until an update succeeds.
         """
-        check_awake(self, "update its weights")
+        self._check_awake("update its weights")
         self._has_weights, self.weights_version = False, None
         self._loader.load(weights)
         self._has_weights = True
@@ -105,19 +103,16 @@ class TransformersEngine:
     def update_changed_weights(self, changes: Changes, *, since: str, version: str) -> None:
         """Write the weights that have changed since a version in place; see `stream_weights`.
 
-        If the engine is asleep or has another version, it keeps its weights and its version. After any other error, it
-        has no version, and `generate` raises until an update succeeds.
-
         Args:
             changes: pairs of Hugging Face name and tensor or `TensorDifference`; all weights if ``since`` is empty.
             since: the version that the engine must have; empty if it need not have one.
             version: the version that it has afterwards.
 
         Raises:
-            RolloutError: the engine is asleep, or has another version; or a weight is unknown, repeated or has another
-                shape.
+            RolloutError: the engine is asleep, or has another version, and keeps it; or a weight is unknown, repeated
+                or has another shape: then it has no version, and `generate` raises until an update succeeds.
         """
-        check_awake(self, "update its weights")
+        self._check_awake("update its weights")
         if since and since != self.weights_version:
             raise RolloutError(
                 f"cannot update weights: the engine has version {self.weights_version}, expected {since}, since which "
@@ -133,9 +128,7 @@ class TransformersEngine:
 
     def weight_dtypes(self) -> dict[str, str]:
         """Return the dtypes of the engine's weights by Hugging Face name, for example "bfloat16"."""
-        return {
-            name: str(tensor.dtype).removeprefix("torch.") for name, tensor in stream_weights(self.model, dtype=None)
-        }
+        return {name: dtype_text(tensor.dtype) for name, tensor in stream_weights(self.model, dtype=None)}
 
     def sleep(self) -> None:
         """Move the copy to host memory."""
@@ -230,10 +223,8 @@ class TransformersEngine:
                 "only, so that positions count from the first token. Move the tokens to the left."
             )
         with torch.no_grad():
-            log_probs: torch.Tensor = token_log_probs(
-                self.model, sequences, attention_mask, temperature=temperature, **inputs
-            )
-        return log_probs
+            log_probs = token_log_probs(self.model, sequences, attention_mask, temperature=temperature, **inputs)
+        return cast("torch.Tensor", log_probs)
 
     def routed_experts(
         self, sequences: torch.Tensor, attention_mask: torch.Tensor | None = None, **inputs: Any
@@ -249,7 +240,7 @@ class TransformersEngine:
         return chosen_experts(self.model, lambda: self.log_probs(sequences, attention_mask, **inputs))
 
     def _check_ready(self, action: str) -> None:
-        check_awake(self, action)
+        self._check_awake(action)
         if not self._has_weights:
             raise RolloutError(
                 f"cannot {action}: the engine does not have all of its weights, expected a complete update. Call "
@@ -306,10 +297,10 @@ class TransformersEngine:
         )
         if prompts is not None:
             return [
-                RequestOutput(ids, [_completion(sample) for sample in samples])
+                RequestOutput(ids, [sample.as_vllm() for sample in samples])
                 for ids, samples in zip(token_ids, generated, strict=True)
             ]
-        outputs = [_sglang_output(sample, has_log_probs=return_logprob) for samples in generated for sample in samples]
+        outputs = [sample.as_sglang(has_log_probs=return_logprob) for samples in generated for sample in samples]
         return outputs[0] if is_one and len(outputs) == 1 else outputs
 
     def _token_ids(self, prompt: Any) -> list[int]:
@@ -328,33 +319,9 @@ class TransformersEngine:
                 "cannot generate: a prompt is a text, and the engine has no tokenizer, expected token ids. Pass "
                 "input_ids, or build the engine with tokenizer=."
             )
-        if isinstance(self._tokenizer, str | Path):
-            from transformers import AutoTokenizer  # noqa: PLC0415
-
-            self._tokenizer = AutoTokenizer.from_pretrained(self._tokenizer)
+        self._tokenizer = loaded_tokenizer(self._tokenizer)
         tokens: list[int] = self._tokenizer(prompt, add_special_tokens=False)["input_ids"]
         return tokens
-
-
-def _completion(sample: Sample) -> CompletionOutput:
-    pairs = zip(sample.token_ids, sample.log_probs, strict=False)
-    logprobs = [{token: Logprob(log_prob)} for token, log_prob in pairs] if sample.log_probs else None
-    return CompletionOutput(sample.token_ids, logprobs)
-
-
-def _sglang_output(sample: Sample, *, has_log_probs: bool) -> dict[str, Any]:
-    output: dict[str, Any] = {"output_ids": sample.token_ids}
-    if has_log_probs:
-        entries = [(log_prob, token, None) for log_prob, token in zip(sample.log_probs, sample.token_ids, strict=True)]
-        output["meta_info"] = {"output_token_logprobs": entries}
-    return output
-
-
-def _compute_buffers(model: Any) -> None:
-    """Compute the values of a model's buffers with transformers' ``initialize_weights``; keep the parameters."""
-    for parameter in model.parameters():
-        mark_initialized(parameter)
-    model.initialize_weights()
 
 
 def _copy_configs(model: nn.Module) -> None:

@@ -12,12 +12,17 @@ from typing import Any
 
 import torch
 
-from fsdp2_strategy.errors import RolloutError
-from fsdp2_strategy.rollout.protocol import Weights, check_allows_sleep, check_awake
-from fsdp2_strategy.rollout.trainer_arguments import dtype_name, option, position_in_engine
+from fsdp2_strategy.rollout.protocol import Engine, Weights
+from fsdp2_strategy.rollout.trainer_arguments import (
+    check_allows_sleep,
+    dtype_name,
+    import_package,
+    option,
+    position_in_engine,
+)
 
 
-class VLLMEngine:
+class VLLMEngine(Engine):
     """Generate with vLLM, in this process. Collective over the ``tp_size`` successive ranks that share an engine.
 
     These ranks must call `generate` with the same prompts, and each of them gets all outputs.
@@ -45,13 +50,7 @@ class VLLMEngine:
         **options: Any,
     ) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the weights of its worker must be in this process
-        try:
-            import vllm  # noqa: PLC0415
-        except ImportError as error:
-            raise RolloutError(
-                "cannot build an engine: the package vllm is not installed, expected it for the engine 'vllm'. "
-                "Install it, or use the engine 'transformers'."
-            ) from error
+        vllm = import_package("vllm")
         self.llm: Any = vllm.LLM(
             model=model,
             dtype=dtype,
@@ -62,7 +61,6 @@ class VLLMEngine:
             **options,
         )
         self.dtype = dtype
-        self.is_asleep = False
         self._allows_sleep = allows_sleep
 
     @classmethod
@@ -106,21 +104,13 @@ class VLLMEngine:
         return self.llm.llm_engine
 
     def update_weights(self, weights: Weights) -> None:
-        """Load all weights into this rank's worker, which keeps its part of each; free the cache of prompts.
-
-        Raises:
-            RolloutError: the engine is asleep.
-        """
-        check_awake(self, "update its weights")
+        """Load all weights into this rank's worker, which keeps its part of each; raise RolloutError if asleep."""
+        self._check_awake("update its weights")
         self.llm.apply_model(lambda model: len(model.load_weights(weights)))
         self.llm.reset_prefix_cache()
 
     def sleep(self) -> None:
-        """Move the weights to host memory, and free the cache.
-
-        Raises:
-            RolloutError: the engine was built without ``allows_sleep``.
-        """
+        """Move the weights to host memory, and free the cache; raise RolloutError without ``allows_sleep``."""
         check_allows_sleep(self._allows_sleep)
         self.llm.sleep(level=1)
         self.is_asleep = True
@@ -132,14 +122,11 @@ class VLLMEngine:
         self.is_asleep = False
 
     def generate(self, prompts: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call ``vllm.LLM.generate`` with the same arguments and result; token ids may be plain lists.
+        """Call ``vllm.LLM.generate`` with the same arguments and result; raise RolloutError if asleep.
 
         ``prompts`` may contain lists of token ids, as LightRFT passes them; vLLM expects a mapping.
-
-        Raises:
-            RolloutError: the engine is asleep.
         """
-        check_awake(self, "generate")
+        self._check_awake("generate")
         if isinstance(prompts, list | tuple):
             prompts = [
                 {"prompt_token_ids": list(prompt)} if isinstance(prompt, list | tuple) else prompt for prompt in prompts

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from fsdp2_strategy.hf.weights_folder import source_of_weights
 from fsdp2_strategy.model.fsdp_state import class_name
 from fsdp2_strategy.rollout.difference import TensorDifference, put
 from fsdp2_strategy.rollout.protocol import Changes, Weights
-from fsdp2_strategy.storage.regions import Computed, Piece, Region, assemble, sources_of, target_of, value_of
+from fsdp2_strategy.storage.regions import Computed, Piece, assemble, sources_of, target_of, value_of
 from fsdp2_strategy.storage.safetensors_format import Entry
 
 _Job = tuple[str, Piece, set[str]]
@@ -40,21 +40,21 @@ class WeightLoader:
 
     def __init__(self, model: Any, *, takes_sent_dtype: bool) -> None:
         copied: Any = meta_skeleton(model)
-        self._model = model
+        self.model = model
         self._takes_sent_dtype = takes_sent_dtype
-        self._regions = regions_to_write(copied, tensors_to_write(model, copied))
+        self.regions = regions_to_write(copied, tensors_to_write(model, copied))
         nowhere = Path()
-        self._expected = {name: Entry(name, nowhere, 0, r.dtype, tuple(r.shape)) for name, r in self._regions.items()}
-        self._direct: dict[str, list[tuple[str, Piece]]] = {name: [] for name in self._expected}
-        self._computed: list[_Job] = []
+        self._expected = {name: Entry(name, nowhere, 0, r.dtype, tuple(r.shape)) for name, r in self.regions.items()}
+        self.direct: dict[str, list[tuple[str, Piece]]] = {name: [] for name in self._expected}
+        self.computed: list[_Job] = []
         recipe = recipe_for(source_of_weights(copied), self._expected).regions
         for own_name, region in recipe.items():
             for piece in region.pieces:
                 if isinstance(piece.source, Computed):
                     needed = {entry.name for inner in piece.source.regions() for entry in sources_of(inner)}
-                    self._computed.append((own_name, piece, needed))
+                    self.computed.append((own_name, piece, needed))
                 else:
-                    self._direct[piece.source.name].append((own_name, piece))
+                    self.direct[piece.source.name].append((own_name, piece))
         state = model.state_dict(keep_vars=True)
         reached = {id(state[own_name]) for own_name in recipe}
         if lost := [name for name, p in model.named_parameters() if id(p) not in reached]:
@@ -65,16 +65,10 @@ class WeightLoader:
 
     @torch.no_grad()
     def load(self, weights: Weights | Changes, *, only_changed: bool = False) -> None:
-        """Write weights into the model; raise if a weight is missing, unknown, repeated or has another shape.
-
-        Args:
-            weights: all weights; or, with ``only_changed``, those that have changed, where differences may stand for
-                tensors.
-            only_changed: the model has all weights in an earlier version; weights may be missing.
-        """
-        writer = _Writer(self._model, self._direct, self._computed, self._regions)
+        """Write all weights into the model, or, with ``only_changed``, those that differ from the model's."""
+        writer = _Writer(self)
         if self._takes_sent_dtype and not only_changed:
-            writer.dtypes = _SentDtypes(self._model, writer.state)
+            writer.dtypes = _SentDtypes(self.model, writer.state)
         missing = dict.fromkeys(self._expected)
         for name, given in weights:
             self._check(name, given, missing)
@@ -91,7 +85,7 @@ class WeightLoader:
                 "weights. Stream the whole model."
             )
         if writer.dtypes:
-            self._model.config.dtype = writer.dtypes.most_common()
+            self.model.config.dtype = writer.dtypes.most_common()
 
     def _check(self, name: str, tensor: torch.Tensor | TensorDifference, missing: Mapping[str, None]) -> None:
         if name not in missing:
@@ -107,30 +101,16 @@ class WeightLoader:
 
 
 class _Writer:
-    """Write the weights of one update into the model's parameters.
+    """Write the weights of one update into the model's parameters, with the tables of a `WeightLoader`."""
 
-    Args:
-        model: the model.
-        direct: for each weight, the parameters and pieces that are copied from it.
-        computed: parameters and pieces that are computed, and the weights that this needs.
-        regions: how each weight is made of the parameters.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        direct: Mapping[str, list[tuple[str, Piece]]],
-        computed: Sequence[_Job],
-        regions: Mapping[str, Region],
-    ) -> None:
+    def __init__(self, loader: WeightLoader) -> None:
         # Built at each update, because `sleep` and `wake_up` move the parameters to new memory.
-        self.state = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
+        self.state = {name: tensor.detach() for name, tensor in loader.model.state_dict(keep_vars=True).items()}
         self.dtypes: _SentDtypes | None = None
         """Casts parameters to the dtypes of the weights, in an update that has all weights."""
-        self._direct = direct
-        self._inputs = {name for *_, needed in computed for name in needed}
-        self._pending = list(computed)
-        self._regions = regions
+        self._direct, self._regions = loader.direct, loader.regions
+        self._inputs = {name for *_, needed in loader.computed for name in needed}
+        self._pending = list(loader.computed)
         self._kept: dict[str, torch.Tensor] = {}
         """Received inputs of pending computations."""
 
@@ -209,10 +189,7 @@ class _SentDtypes:
         self._kept: dict[torch.dtype, dict[str, torch.dtype]] = {}
 
     def take(self, name: str, dtype: torch.dtype) -> None:
-        """Cast a parameter to the dtype of values that will be written into it.
-
-        If other values of this update are in it already, cast it to a dtype that can hold both.
-        """
+        """Cast a parameter to the dtype of values to write, or to one that also holds values written before."""
         parameter = self._parameters.get(name)
         if parameter is None or not (parameter.is_floating_point() and dtype.is_floating_point):
             return

@@ -16,7 +16,7 @@ import torch
 
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.process_group import current_device
-from fsdp2_strategy.errors import RolloutError
+from fsdp2_strategy.errors import RolloutError, shown
 
 _DEEPEST = 64
 """Maximum nesting of a value."""
@@ -37,11 +37,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def describe(tensors: Sequence[torch.Tensor]) -> list[tuple[str, list[int]]]:
-    """Return the dtypes and shapes of tensors, as they are sent.
-
-    Raises:
-        RolloutError: there are too many tensors for one message.
-    """
+    """Return the dtypes and shapes of tensors, as they are sent; raise if they are too many for one message."""
     if len(tensors) > sizes.MESSAGE_TENSORS:
         raise RolloutError(
             f"cannot send a message: it has {len(tensors)} tensors, expected at most {sizes.MESSAGE_TENSORS}. Stack "
@@ -51,15 +47,7 @@ def describe(tensors: Sequence[torch.Tensor]) -> list[tuple[str, list[int]]]:
 
 
 def described(header: Mapping[str, Any], count: int) -> list[tuple[torch.dtype, list[int]]]:
-    """Return the dtypes and shapes of the tensors that follow a received header.
-
-    Args:
-        header: the header.
-        count: their number.
-
-    Raises:
-        ValueError: they are malformed, too large, or have another number.
-    """
+    """Return the ``count`` dtypes and shapes in a received header; raise ValueError if they are malformed."""
     given = header.get("tensors", [])
     if not isinstance(given, list) or len(given) != count:
         found = f"{len(given)} tensors" if isinstance(given, list) else f"a {type(given).__name__} of tensors"
@@ -67,7 +55,7 @@ def described(header: Mapping[str, Any], count: int) -> list[tuple[torch.dtype, 
     tensors, total = [], 0
     for each in given:
         if not isinstance(each, list) or len(each) != 2 or not isinstance(each[0], str) or each[0] not in _DTYPES:
-            raise ValueError(f"a tensor with the description {short(each)}")
+            raise ValueError(f"a tensor with the description {shown(each)}")
         dtype, shape = _DTYPES[each[0]], checked_shape(each[1])
         total += math.prod(shape) * dtype.itemsize
         if total > _MOST_BYTES:
@@ -77,37 +65,17 @@ def described(header: Mapping[str, Any], count: int) -> list[tuple[torch.dtype, 
 
 
 def checked_shape(shape: object) -> list[int]:
-    """Return a received shape.
-
-    Raises:
-        ValueError: it is malformed or too large.
-    """
+    """Return a received shape; raise ValueError if it is malformed or too large."""
     is_shape = isinstance(shape, list) and len(shape) <= _MOST_DIMENSIONS
     if not is_shape or any(type(size) is not int or not 0 <= size < 1 << 62 for size in shape):  # type: ignore[attr-defined]
-        raise ValueError(f"the shape {short(shape)}")
+        raise ValueError(f"the shape {shown(shape)}")
     if math.prod(shape) >= 1 << 62 or math.prod(filter(None, shape)) >= 1 << 62:  # type: ignore[call-overload]
-        raise ValueError(f"the shape {short(shape)}")  # torch multiplies the strides of empty tensors, too
+        raise ValueError(f"the shape {shown(shape)}")  # torch multiplies the strides of empty tensors, too
     return shape  # type: ignore[return-value]
 
 
-def short(value: object, most: int = 200) -> str:
-    """Return a value's text for a message, of at most ``most`` characters."""
-    text = repr(value[:most] if isinstance(value, str | list) else value)
-    return text if len(text) <= most else f"{text[:most]}…"
-
-
 def to_json(value: Any, what: str, tensors: list[torch.Tensor], depth: int = 0) -> Any:
-    """Return a value as JSON content; append its tensors to ``tensors``.
-
-    Args:
-        value: the value.
-        what: name of the value in error messages.
-        tensors: the list to which plain tensors of the value are appended.
-        depth: how often the value is nested in others.
-
-    Raises:
-        RolloutError: the value, or a value in it, has a type that cannot be sent, or is nested too deeply.
-    """
+    """Return a value as JSON content, and append its tensors to ``tensors``; ``what`` is its name in errors."""
     if depth > _DEEPEST:
         raise RolloutError(
             f"cannot send {what[:100]}: it is nested more than {_DEEPEST} times, expected at most that. Pass flat "
@@ -132,26 +100,20 @@ def to_json(value: Any, what: str, tensors: list[torch.Tensor], depth: int = 0) 
 
 
 def from_json(value: Any, tensors: Sequence[torch.Tensor], depth: int = 0) -> Any:
-    """Return the value that was passed to `to_json`, with its tensors on this process's device.
-
-    Raises:
-        LookupError: it refers to a tensor that does not exist.
-        TypeError: a key of a mapping is not hashable.
-        ValueError: it is malformed, or nested too deeply.
-    """
+    """Return the value given to `to_json`, on this device; raise LookupError, TypeError or ValueError if malformed."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if depth > _DEEPEST:
         raise ValueError(f"a value that is nested more than {_DEEPEST} times")
     if not isinstance(value, dict) or len(value) != 1:
-        raise ValueError(f"the value {short(value)}")
+        raise ValueError(f"the value {shown(value)}")
     [(kind, inner)] = value.items()
     if kind == "tensor":
         if type(inner) is not int or not 0 <= inner < len(tensors):
-            raise IndexError(f"tensor {short(inner)} of {len(tensors)}")
+            raise IndexError(f"tensor {shown(inner)} of {len(tensors)}")
         return tensors[inner].to(current_device())
     if kind not in ("dict", "list", "tuple") or not isinstance(inner, list):
-        raise ValueError(f"the value {short(value)}")
+        raise ValueError(f"the value {shown(value)}")
     if kind == "dict":
         return {from_json(k, tensors, depth + 1): from_json(v, tensors, depth + 1) for k, v in inner}
     return (list if kind == "list" else tuple)(from_json(v, tensors, depth + 1) for v in inner)
