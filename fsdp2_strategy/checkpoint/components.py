@@ -72,8 +72,7 @@ class ModelComponents:
     def of(cls, root: nn.Module, paths: CheckpointPaths, left_out: Container[str] | None) -> ModelComponents:
         """Lay out ``model/``, and ``wrapper/`` if a wrapper or adapters have tensors of their own.
 
-        If ``left_out`` is given, lay out only ``trainable/``, with all persistent buffers and all parameters except the
-        frozen weights that ``left_out`` names.
+        With ``left_out``, lay out only ``trainable/``, without the frozen weights that ``left_out`` names.
         """
         if left_out is not None:
             kept = {name: tensor for name, tensor in _tensors_of(root).items() if name not in left_out}
@@ -117,10 +116,7 @@ class FolderContent(Protocol):
 
 @dataclass(frozen=True)
 class SidecarFiles:
-    """A snapshot of the content of the sidecar files in the model's folder.
-
-    An asynchronous save writes these files later, when the trainer may have changed the model.
-    """
+    """A snapshot of the sidecar files: an asynchronous save writes them when the trainer may have changed the model."""
 
     folder: Path
     skeleton: nn.Module | None = None
@@ -154,13 +150,7 @@ class SidecarFiles:
         return self.further.total_bytes if self.further is not None else 0
 
     def write(self, tokenizer: Any) -> None:
-        """Write the sidecar files: configurations, adapter files, those of the layout, tokenizer; one rank calls it.
-
-        Without ``tokenizer``, the tokenizer files are copied from ``source``, and verified if it is in a checkpoint.
-
-        Raises:
-            DamageError: a tokenizer file of that checkpoint does not match its checksum.
-        """
+        """Write the files, and without ``tokenizer`` copies of those in ``source``; one rank calls it."""
         if self.also_in is not None:
             replace(self, folder=self.also_in, also_in=None).write(tokenizer)
         if self.skeleton is not None:
@@ -195,12 +185,9 @@ _TENSOR_LAYOUT = Slot[tuple[object, TensorLayout]]("tensor layout in checkpoints
 
 
 def cached_tensor_layout(inner: nn.Module, base: nn.Module, tensors: Mapping[str, torch.Tensor]) -> TensorLayout:
-    """Return the tensor layout of ``model/``, cached until a name, shape, dtype or placement of a tensor changes.
+    """Return the layout of ``model/``, cached in the state of ``inner`` until names, shapes, dtypes or placements change.
 
-    Args:
-        inner: the model; the cached layout is stored in its state.
-        base: the model without its adapters.
-        tensors: the base model's tensors by name.
+    ``base`` is the model without its adapters, and ``tensors`` has its tensors by name.
     """
     key = [(name, tuple(t.shape), t.dtype, getattr(t, "placements", None)) for name, t in tensors.items()]
     cached = model_state(inner).get(_TENSOR_LAYOUT)
@@ -212,17 +199,7 @@ def cached_tensor_layout(inner: nn.Module, base: nn.Module, tensors: Mapping[str
 def match_model(
     root: nn.Module, paths: CheckpointPaths, left_out: Container[str], *, strict: bool
 ) -> tuple[LoadTargets, LoadReport]:
-    """Locate each of a model's tensors in a checkpoint, by reading only headers.
-
-    Args:
-        root: the model.
-        paths: the checkpoint's paths.
-        left_out: names of the frozen weights that the checkpoint omits.
-        strict: raise if the names in the model and in the checkpoint differ.
-
-    Raises:
-        CheckpointError: shapes differ; or ``strict`` is True and names differ.
-    """
+    """Locate a model's tensors in a checkpoint, of which only headers are read; ``left_out`` has names it omits."""
     if (paths.state / TRAINABLE).is_dir():
         found, report = _match_trainable(root, paths, left_out)
     else:

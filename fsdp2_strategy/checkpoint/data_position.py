@@ -68,11 +68,7 @@ class DataPosition:
 
     @classmethod
     def of(cls, loader: Any) -> DataPosition:
-        """Read the state of a loader.
-
-        Raises:
-            CheckpointError: the loader lacks ``state_dict`` or ``load_state_dict``, or only pickle can store its state.
-        """
+        """Read the state of a loader, or raise if only pickle could store it."""
         if not hasattr(loader, "state_dict") or not hasattr(loader, "load_state_dict"):
             raise CheckpointError(
                 f"cannot save: the data loader is a {type(loader).__name__}, expected one with state_dict and "
@@ -86,13 +82,7 @@ class DataPosition:
 
 
 def check_position(loader: Any, saved: Mapping[str, Any] | None, path: Path, *, any_batch_size: bool = False) -> None:
-    """Check that a loader can continue from the data position in a checkpoint.
-
-    Raises:
-        CheckpointError: the checkpoint has no position; the position is from another kind of loader; or there is one
-            position per rank, and the number of ranks has changed, or ``any_batch_size`` is true.
-        DataError: the position is for another order of samples, or the loader has already delivered batches.
-    """
+    """Check that a loader can continue from the data position in a checkpoint."""
     saved = require_saved(saved, "data position", "dataloader=None", path)
     if _is_shared(loader) != ("state" in saved):
         raise CheckpointError(
@@ -123,11 +113,7 @@ class RankState:
 
     @classmethod
     def parse(cls, content: bytes, path: Path) -> RankState:
-        """Parse the content of the file at ``path``.
-
-        Raises:
-            DamageError: it is not the state of a loader.
-        """
+        """Parse the content of the file at ``path``, or raise a `DamageError`."""
         try:
             return cls(_deserialize(content, path))
         except InvalidError as error:
@@ -190,11 +176,7 @@ def _serialize(state: Any) -> bytes:
 
 
 def _as_tensor(value: Any) -> tuple[str, torch.Tensor | None]:
-    """Copy bytes, a numeric array or a dense tensor into a tensor.
-
-    Returns:
-        The name of the value's kind, and the copy; None instead of the copy for all other values.
-    """
+    """Return the kind of bytes, a numeric array or a dense tensor, and a copy as a tensor; None for all others."""
     if isinstance(value, bytes):
         return "bytes", torch.from_numpy(np.frombuffer(value, dtype=np.uint8).copy())
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.dtype.isnative:

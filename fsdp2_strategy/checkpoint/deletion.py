@@ -43,16 +43,9 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def delete(path: Path, final: Path) -> bool:
-    """Delete our files in a hidden directory; see [Note: files of others]. Not collective: rank 0 calls it.
+    """Delete our files in a hidden directory, and move others to ``final``; return whether it is gone.
 
-    Log a warning if something cannot be deleted now; the next save tries again.
-
-    Args:
-        path: the directory.
-        final: where files of others go.
-
-    Returns:
-        Whether nothing is left at ``path``.
+    See [Note: files of others]. Rank 0 calls it. A failure is only logged: the next save tries again.
     """
     try:
         deletion = _Deletion.of(path)
@@ -68,11 +61,7 @@ def delete(path: Path, final: Path) -> bool:
 
 
 def delete_partial(path: Path) -> bool:
-    """Delete the directory of a save that did not commit, if this package made it; see `delete`.
-
-    Returns:
-        Whether nothing is left at ``path``.
-    """
+    """Delete the directory of a save that did not commit, if this package made it; return whether it is gone."""
     if not _is_partial(path):
         return not exists(path, follow_symlinks=False)
     try:
@@ -127,11 +116,7 @@ class _Deletion:
 
     @classmethod
     def of(cls, path: Path) -> _Deletion:
-        """Find out which files of a directory are ours.
-
-        Raises:
-            OSError: it is a link, or not known to be ours.
-        """
+        """Find out which files of a directory are ours; raise if it is not known to be ours."""
         if not is_directory(path, follow_symlinks=False):
             raise OSError(errno.ENOTDIR, "it is not a directory", str(path))
         manifest = CheckpointPaths.found_in(path).manifest
@@ -146,14 +131,7 @@ class _Deletion:
         return cls(path, frozenset(files), manifest.relative_to(path).as_posix())
 
     def run(self) -> bool:
-        """Delete our files, then the manifest, then the directory.
-
-        Returns:
-            Whether files of others are left.
-
-        Raises:
-            OSError: something cannot be deleted; as much as possible is.
-        """
+        """Delete our files, then the manifest, then the directory; return whether files of others are left."""
         with _opened(self.path) as fd:
             mount = _mount_of(fd)
             has_others = self._delete_in(fd, "", mount)
@@ -243,11 +221,7 @@ def _write_note(fd: int) -> None:
 
 
 def _move(path: Path, final: Path) -> None:
-    """Move the files of others in a hidden directory to the name of the checkpoint, or into what is there.
-
-    Raises:
-        OSError: something cannot be moved; it stays where it is.
-    """
+    """Move the files of others in a hidden directory to the name of the checkpoint, or into the directory there."""
     if not exists(final, follow_symlinks=False):
         path.rename(final)
         return
@@ -276,11 +250,7 @@ def _move_into(path: Path, final: Path, *, is_top: bool = True) -> None:
 
 
 def hide(path: Path, tag: str, suffix: str) -> Path:
-    """Rename a checkpoint's directory to a hidden name, and return it.
-
-    Raises:
-        OSError: it cannot be renamed, or is a link; it keeps its name.
-    """
+    """Rename a checkpoint's directory to a hidden name, and return it; if it is a link, it keeps its name."""
     hidden = hidden_path(path.parent, tag, suffix)
     path.rename(hidden)
     if not is_directory(hidden, follow_symlinks=False):  # a link took its place a moment ago

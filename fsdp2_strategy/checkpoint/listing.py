@@ -147,9 +147,6 @@ def checkpoints_with_manifest(save_dir: Path) -> list[Checkpoint]:
 
     The old checkpoint of a tag is listed under its hidden name as long as no directory has the tag: between the two
     renames of a save, or if a crash left it in a directory that this process cannot write to.
-
-    Raises:
-        CheckpointError: the directory cannot be read.
     """
     found: list[Checkpoint] = []
     for _ in range(_SCANS):
@@ -164,21 +161,13 @@ def checkpoints_with_manifest(save_dir: Path) -> list[Checkpoint]:
 
 
 def folders_in(save_dir: Path) -> list[Path]:
-    """Return the directories that may be checkpoints: those with a plain name, and no links. See [Note: links].
-
-    Raises:
-        CheckpointError: the directory cannot be read.
-    """
+    """Return the directories that may be checkpoints: those with a plain name, and no links. See [Note: links]."""
     paths = (path for path in _entries_of(save_dir) if not path.name.startswith("."))
     return [path for path in paths if is_directory(path, follow_symlinks=False)]
 
 
 def hidden_in(save_dir: Path, suffix: str) -> list[tuple[Path, str]]:
-    """Return the hidden directories with a suffix, such as `PARTIAL`, each with its tag; links are ignored.
-
-    Raises:
-        CheckpointError: the directory cannot be read.
-    """
+    """Return the hidden directories with a suffix, such as `PARTIAL`, each with its tag; links are ignored."""
     found = []
     for path in _entries_of(save_dir):
         name = _HIDDEN_NAME.fullmatch(path.name)
@@ -202,11 +191,7 @@ def hidden_path(save_dir: Path, tag: str, suffix: str) -> Path:
 
 
 def _entries_of(save_dir: Path) -> list[Path]:
-    """Return what is in a directory, sorted by name; nothing if there is no directory.
-
-    Raises:
-        CheckpointError: the directory cannot be read.
-    """
+    """Return what is in a directory, sorted by name; nothing if there is no directory."""
     try:
         return sorted(save_dir.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -304,12 +289,7 @@ def _unreadable(path: Path) -> int | None:
 
 
 def extra_entries(path: Path, files: Iterable[str]) -> list[str]:
-    """Return what others have put into a checkpoint: names of files, and of directories with a slash at the end.
-
-    Args:
-        path: the checkpoint.
-        files: the names of the files in its manifest.
-    """
+    """Return what is in a checkpoint besides ``files``: names of files, and of directories with a slash at the end."""
     own = {*files, CheckpointPaths.found_in(path).manifest.relative_to(path).as_posix()}
     folders = {parent.as_posix() for name in own for parent in PurePosixPath(name).parents}
 
@@ -328,11 +308,7 @@ def extra_entries(path: Path, files: Iterable[str]) -> list[str]:
 
 
 def problem_of(path: Path, key: bytes | None = None) -> str:
-    """Return why a checkpoint is unusable, or "" if it is usable, without reading the content of its files.
-
-    A checkpoint is unusable if its manifest is invalid, if files are missing or have another length, or if there is a
-    key that did not sign its manifest.
-    """
+    """Return why a checkpoint is unusable, or "": by its manifest, its files' lengths, and the signature by ``key``."""
     try:
         manifest = read_manifest(path)
         if key is not None:
@@ -400,10 +376,7 @@ def latest_tag(save_dir: Path) -> str | None:
 
 
 def linked_tag(save_dir: Path, tag: str) -> str | None:
-    """Return the name of the directory in ``save_dir`` that the link ``tag`` leads to; None if there is none.
-
-    The directory may be missing while a save replaces it.
-    """
+    """Return the name of the directory in ``save_dir`` that a link leads to, also while a save replaces it; or None."""
     try:
         target = (save_dir / tag).readlink()
     except (OSError, ValueError):
@@ -439,11 +412,7 @@ def models_in(manifest: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return the manifest of the checkpoint at ``path``, and check its digest, format and schema.
-
-    Raises:
-        DamageError: the manifest is missing or corrupt, or has another format.
-    """
+    """Return the manifest of the checkpoint at ``path``, and check its digest, format and schema."""
     try:
         file = CheckpointPaths.found_in(path).manifest
     except OSError as error:
@@ -481,15 +450,7 @@ def digest_of_manifest(manifest: Mapping[str, Any]) -> str:
 
 
 def check_tag(tag: str, *, reserved: str) -> None:
-    """Check that ``tag`` can name a checkpoint.
-
-    Args:
-        tag: the name.
-        reserved: ``last`` in LeRobot's layout, else ``latest``. ``latest`` is always reserved.
-
-    Raises:
-        CheckpointError: the tag is empty, reserved, a path, or begins with a dot.
-    """
+    """Check that ``tag`` can name a checkpoint; ``reserved`` is ``last`` in LeRobot's layout, else ``latest``."""
     if not isinstance(tag, str):
         raise CheckpointError(
             f"cannot name a checkpoint: tag is {shorten(repr(tag), 60)}, expected a str. Pass others by keyword."

@@ -252,18 +252,9 @@ _LISTS = 3
 def _load_first(
     request: _LoadRequest, paths: Sequence[Path], others: Sequence[str], find_again: Callable[[], list[Path]]
 ) -> LoadedCheckpoint:
-    """Load the first of several checkpoints that is intact; collective.
+    """Load the first of several checkpoints that is intact; collective. An error names the tags of ``others``.
 
     If a run that saves meanwhile deletes or replaces a checkpoint, the list is read again, up to `_LISTS` times in all.
-
-    Args:
-        request: the objects to restore.
-        paths: a checkpoint, and its fallbacks.
-        others: tags of other checkpoints, for an error.
-        find_again: returns the list of checkpoints; called on rank 0.
-
-    Raises:
-        CheckpointError, DamageError: see `load_checkpoint`.
     """
     lists_left = _LISTS - 1
     remaining = list(paths)
@@ -299,11 +290,6 @@ def _load_first(
 
 
 def _check_options(load_data_position: object, key_file: object, *, verify: bool) -> None:
-    """Check the options of a load that do not depend on files.
-
-    Raises:
-        ArgumentError: ``load_data_position`` is invalid, or there is a key and ``verify`` is false.
-    """
     if load_data_position not in (True, False, "samples"):
         raise ArgumentError(
             f"cannot load: load_data_position is {load_data_position!r}, expected True, False or 'samples'."
@@ -316,11 +302,7 @@ def _check_options(load_data_position: object, key_file: object, *, verify: bool
 
 
 def _check_unsigned(foreign: Foreign, key_file: object) -> None:
-    """Raise if there is a key: checkpoints of other systems are not signed.
-
-    Raises:
-        DamageError: there is a key.
-    """
+    """Raise if there is a key: checkpoints of other systems are not signed."""
     if key_file is not None:
         raise DamageError(
             f"cannot trust {foreign.path}: it has no signature, because another system wrote it, expected a checkpoint "
@@ -330,19 +312,9 @@ def _check_unsigned(foreign: Foreign, key_file: object) -> None:
 
 @collective
 def foreign_training_state(load_dir: str | Path, tag: str | None = None) -> list[str] | None:
-    """Return the training state in the checkpoint of another system that a load would read; collective.
+    """Return which of "optimizer" and "scheduler" another system's checkpoint has, without reading pickles; collective.
 
-    No pickle is read.
-
-    Args:
-        load_dir: as in `load_checkpoint`.
-        tag: as in `load_checkpoint`.
-
-    Returns:
-        Which of "optimizer" and "scheduler" have state; None if a load would find no checkpoint of another system.
-
-    Raises:
-        CheckpointError, DamageError: see `load_checkpoint`.
+    None if a load with these arguments would find no checkpoint of another system.
     """
     load_dir = as_path(load_dir, "load")
     with all_or_none(f"find a checkpoint in {load_dir}", CheckpointError):
@@ -370,11 +342,7 @@ class _ModelRequest:
 def _requests_of_models(
     models: Models, optimizer: Any, scheduler: Any, ema: Any, must_restore: Any
 ) -> dict[str, _ModelRequest]:
-    """Return the request of each model by its name; see `several_models`.
-
-    Raises:
-        ArgumentError: see `models_by_name` and `for_each`.
-    """
+    """Return the request of each model by its name; see `several_models`."""
     by_name = models_by_name("load", models)
     optimizers = for_each("load", "optimizer", by_name, optimizer)
     schedulers = for_each("load", "scheduler", by_name, scheduler)
@@ -474,11 +442,7 @@ def _files_read_in_full(opened: Opened, targets: LoadTargets) -> set[str]:
 def _find_left_out(
     request: _LoadRequest, plans: Mapping[str, _LoadPlan], states: Mapping[str, Mapping[str, Any]], path: Path
 ) -> list[tuple[nn.Module, LeftOut, LoadTargets]]:
-    """Return for each model the frozen weights that the checkpoint omits, and where those that differ are; collective.
-
-    Raises:
-        CheckpointError: on every rank; see `LeftOut.find_differing`.
-    """
+    """Return each model's frozen weights that the checkpoint omits, and where those that differ are; collective."""
     found = []
     for name, plan in plans.items():
         left_out = LeftOut.from_json(states[name].get("left_out") if request.load_model else None)
@@ -560,11 +524,7 @@ def _restore_state(
 
 
 def _open(request: _LoadRequest, path: Path) -> tuple[Opened, dict[str, Any]]:
-    """Open a checkpoint, and read its ``trainer_state.json``; collective.
-
-    Raises:
-        DamageError: on every rank: the manifest, a file's length, a header or ``trainer_state.json`` is corrupted.
-    """
+    """Open a checkpoint, and read its ``trainer_state.json``; collective."""
     with all_or_none(f"load {path}", DamageError):
         manifest = check_structure(path, request.key) if is_rank_0() else {}
     manifest = from_rank_0(manifest)
@@ -578,11 +538,9 @@ def _open(request: _LoadRequest, path: Path) -> tuple[Opened, dict[str, Any]]:
 def _files_of_rank(
     opened: Opened, state: Mapping[str, Any], loader: Loader | None
 ) -> tuple[bytes | None, RankState | None]:
-    """Return what this rank's files have: the content of the random state, and the loader's state.
+    """Return the content of this rank's random state, and its loader's state; None if the number of ranks has changed.
 
-    The first is None if the number of ranks has changed. Ranks that share sequences get the same one, whether or not
-    they did so in the saved run. The second is None if the loader has no file per rank, or the number of data parallel
-    ranks has changed.
+    Ranks that share sequences get the same random state, whether or not they did so in the saved run.
     """
     saved_ranks, rng, data = state["world_size"], None, None
     if saved_ranks == world_size():
@@ -611,11 +569,7 @@ class _LoadPlan:
 
 
 def _plan(own: _ModelRequest, request: _LoadRequest, paths: CheckpointPaths, state: Mapping[str, Any]) -> _LoadPlan:
-    """Compare a checkpoint with the objects to restore, and allocate optimizer state; reads only headers.
-
-    Raises:
-        CheckpointError: names or shapes do not match, or there is no state for an object to restore.
-    """
+    """Compare a checkpoint with the objects to restore, and allocate optimizer state; reads only headers."""
     root = unwrap_and_reshard(own.model)
     given = {"optimizer": own.optimizer, "scheduler": own.scheduler}
     check_restored(own.must_restore, given, [name for name in given if state[name] is not None], paths.root)
@@ -645,13 +599,7 @@ def _plan(own: _ModelRequest, request: _LoadRequest, paths: CheckpointPaths, sta
 
 
 def _find(load_dir: Path, tag: str | None, *, fallback: bool, trust: bool) -> tuple[list[Path], Foreign | None]:
-    """Return the checkpoint to load, followed by its fallbacks, newest first; or a checkpoint of another system.
-
-    Raises:
-        CheckpointError: the tag does not exist; there is only a checkpoint of another system, and it is not trusted; or
-            there is no checkpoint here, but one level above or below.
-        DamageError: the newest checkpoint has no valid manifest, and ``fallback`` is false.
-    """
+    """Return the checkpoint to load, followed by its fallbacks, newest first; or a checkpoint of another system."""
     _check_reachable(load_dir)
     foreign_path = load_dir if tag is None else load_dir / tag
     if tag is None and _is_link_to_checkpoint(load_dir):
@@ -670,11 +618,7 @@ def _find(load_dir: Path, tag: str | None, *, fallback: bool, trust: bool) -> tu
 
 
 def _check_reachable(path: Path) -> None:
-    """Raise if nobody can say whether a directory exists: a run that starts afresh would overwrite its checkpoints.
-
-    Raises:
-        CheckpointError: for example, the server of the file system does not answer.
-    """
+    """Raise if nobody can say whether a directory exists: a run that starts afresh would overwrite its checkpoints."""
     try:
         repeated(path, path.stat)
     except (FileNotFoundError, NotADirectoryError):
@@ -697,22 +641,13 @@ def _is_link_to_checkpoint(path: Path) -> bool:
 
 
 def newest_committed(load_dir: Path) -> Path | None:
-    """Return the checkpoint of a directory that was saved last, or None; rank 0 calls it.
-
-    Raises:
-        DamageError: there are only checkpoints without a valid manifest.
-    """
+    """Return the checkpoint of a directory that was saved last, or None; rank 0 calls it."""
     paths = _committed(load_dir, None, fallback=False) if exists(load_dir) else []
     return paths[0] if paths else None
 
 
 def _committed(load_dir: Path, tag: str | None, *, fallback: bool) -> list[Path]:
-    """Return the checkpoint to load from a directory, followed by its fallbacks; nothing if another system wrote it.
-
-    Raises:
-        CheckpointError: the tag does not exist.
-        DamageError: see `_check_unreadable`.
-    """
+    """Return the checkpoint to load from a directory, followed by its fallbacks; nothing if another system wrote it."""
     if not is_held_elsewhere(load_dir):  # a run that saves there may be in the middle of a commit
         recover(load_dir)
     committed = checkpoints_with_manifest(load_dir)[::-1]
@@ -743,9 +678,6 @@ def _check_unreadable(load_dir: Path, committed: Sequence[Checkpoint], *, fallba
 
     It is the newest if ``latest`` or ``last`` names it. If neither exists, a checkpoint in another system's layout that
     lacks its training state is the newest if its name has the highest step.
-
-    Raises:
-        DamageError: there is such a checkpoint, and ``fallback`` is false.
     """
     latest = latest_tag(load_dir)
     for path in without_manifest(load_dir):
@@ -779,12 +711,7 @@ def _with_advice(error: DamageError, directory: Path, others: Sequence[str]) -> 
 
 
 def _check_nearby(load_dir: Path) -> None:
-    """Raise if a directory without checkpoints is one level off; log a warning if its name is only similar.
-
-    Raises:
-        CheckpointError: there are checkpoints in a subdirectory; the directory is within a checkpoint; or it does not
-            exist, and there are checkpoints next to it.
-    """
+    """Raise if a directory without checkpoints is one level off; log a warning if its name is only similar."""
     nearby = checkpoints_nearby(load_dir)
     if exists(load_dir):
         nearby = [path for path in nearby if path != load_dir.absolute().parent or is_checkpoint(path)]

@@ -114,10 +114,7 @@ class CheckpointPaths:
 
     @property
     def weights(self) -> Path:
-        """The folder that a load reads the weights from.
-
-        This is ``training_state/model/`` if the policy wrote ``pretrained_model/`` itself, else ``model``.
-        """
+        """The folder to load weights from: ``training_state/model/`` if the policy wrote ``model`` itself."""
         own = self.state / MODEL
         return own if is_directory(own) else self.model
 
@@ -227,11 +224,7 @@ def is_model_name(name: object) -> bool:
 
 
 def as_path(value: object, action: str) -> Path:
-    """Return a directory's name as a path; ``~`` at its beginning is the home directory.
-
-    Raises:
-        CheckpointError: it is neither text nor a path, or names the home directory of an unknown user.
-    """
+    """Return a directory's name as a path; ``~`` at its beginning is the home directory."""
     if not isinstance(value, str | os.PathLike):
         shown = "None" if value is None else f"a {type(value).__name__}"
         raise CheckpointError(

@@ -232,11 +232,7 @@ class _ModelObjects:
 
 
 def _objects_of_models(models: Models, step: Any, optimizer: Any, scheduler: Any, **others: Any) -> dict[str, Any]:
-    """Return the objects of each model by its name; see `several_models`.
-
-    Raises:
-        ArgumentError: see `models_by_name` and `for_each`.
-    """
+    """Return the objects of each model by its name; see `several_models`."""
     by_name = models_by_name("save", models)
     given = {"step": step, "optimizer": optimizer, "scheduler": scheduler, **others}
     shared = ("step", "tokenizer")
@@ -287,17 +283,7 @@ def _plan(
     seed: int,
     dataloader: Loader | None,
 ) -> _SavePlan:
-    """Collect the content of the checkpoint, and check that it can be saved.
-
-    Args:
-        models: the objects to save by the name of the model, with sharded root modules.
-        laid_out: the results of `_lay_out`.
-        request: the arguments of the save.
-        client_state, seed, dataloader: arguments of `save_checkpoint`.
-
-    Raises:
-        CheckpointError: a value cannot be saved, or a failed load left an optimizer unusable.
-    """
+    """Collect the content of the checkpoint, and check that it can be saved."""
     check_json(client_state, "client_state")
     key = read_key(request.key_file) if request.key_file is not None and is_rank_0() else None
     components: list[Component] = []
@@ -335,11 +321,7 @@ def _plan(
 def _training_state(
     own: _ModelObjects, paths: CheckpointPaths, left_out: LeftOut | None
 ) -> tuple[list[Component], dict[str, Any]]:
-    """Return the components of a model's optimizer and averages, and its entries of ``trainer_state.json``.
-
-    Raises:
-        CheckpointError: a value cannot be saved, or a failed load left the optimizer unusable.
-    """
+    """Return the components of a model's optimizer and averages, and its entries of ``trainer_state.json``."""
     components: list[Component] = []
     hyper = None
     if own.optimizer is not None:
@@ -400,14 +382,7 @@ def _rotate(request: SaveRequest, final: CheckpointPaths) -> None:
 
 
 def _create_folders(plan: _SavePlan) -> None:
-    """Lock ``save_dir``, delete leftovers of crashed runs, and create folders for files of no component; collective.
-
-    `write_components` creates the folders of the components.
-
-    Raises:
-        CheckpointError: on every rank: another run saves into the directory, the save would replace something that is
-            no checkpoint, or the checkpoint is too large.
-    """
+    """Lock ``save_dir``, delete leftovers of crashed runs, and create folders for files of no component; collective."""
     request, paths = plan.request, plan.request.partial_paths
     with all_or_none(f"save into {request.save_dir}", CheckpointError):
         if is_rank_0():
@@ -426,11 +401,7 @@ def _create_folders(plan: _SavePlan) -> None:
 
 
 def _write(plan: _SavePlan) -> list[tuple[str, str]]:
-    """Write all files except the manifest; collective.
-
-    Returns:
-        On rank 0, the digests of all ranks' checksum manifests; an empty list on other ranks.
-    """
+    """Write all files except the manifest; return on rank 0 the digests of the checksum manifests; collective."""
     paths, tag, is_signed = plan.request.partial_paths, plan.request.tag, plan.request.key_file is not None
     with all_or_none(f"write {tag}", CheckpointError):
         blocks = write_components(plan.components)
@@ -463,11 +434,7 @@ def wait_for_checkpoint() -> None:
 
 
 def end_saving() -> None:
-    """Wait for saves and deletions, and release this process's locks; not collective, but call it on every rank.
-
-    Raises:
-        CheckpointError: see `wait_for_checkpoint`.
-    """
+    """Wait for saves and deletions, and release this process's locks; not collective, but call it on every rank."""
     try:
         background_save.finish()
     finally:

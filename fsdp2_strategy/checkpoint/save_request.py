@@ -58,15 +58,7 @@ class SaveRequest:
         return self.save_dir / self.tag
 
     def agree_between_ranks(self, loss_scales: object, objects: Sequence[object]) -> None:
-        """Raise if the ranks request different saves; collective.
-
-        Args:
-            loss_scales: the states of the loss scales, which must be the same on all ranks.
-            objects: the objects to save. Each must be None on all ranks or on none.
-
-        Raises:
-            CheckpointError: on every rank: the requests differ.
-        """
+        """Raise if the ranks request different saves, or an object is None on some ranks only; collective."""
         others = {name: value for name, value in vars(self).items() if name not in ("save_dir", "layout")}
         arguments = (
             str(self.save_dir),
@@ -79,11 +71,7 @@ class SaveRequest:
         check_equal("save", arguments, CheckpointError, expected)
 
     def check(self, tokenizers: Iterable[object]) -> None:
-        """Check the options that do not depend on the model; not collective.
-
-        Raises:
-            CheckpointError: the tag, a limit, the metric, a tokenizer, the layout or ``meta`` is invalid.
-        """
+        """Check the options that do not depend on the model."""
         if self.layout.kind != "own" and ONLY not in self.steps:
             raise CheckpointError(
                 f"cannot save the models {', '.join(self.steps)} in the layout of {type(self.layout).__name__}: it has "
@@ -106,17 +94,11 @@ class SaveRequest:
         check_json(self.meta, "meta")
 
     def snapshot(self) -> Self:
-        """Return a request with a copy of the layout's objects; on other ranks than 0, return the request itself.
-
-        Rank 0 writes these objects later, when the trainer may have changed the originals.
-        """
+        """Copy the layout's objects on rank 0, which writes them when the trainer may have changed the originals."""
         return replace(self, layout=copy.deepcopy(self.layout)) if is_rank_0() else self
 
     def resolved(self) -> Self:
-        """Return a request for the directory itself if ``save_dir`` is a link, or a relative path; collective.
-
-        The link, or the working directory, may change while a background save writes.
-        """
+        """Return a request for the real path: a link may change while a background save writes; collective."""
         save_dir = Path(os.path.realpath(self.save_dir))
         free = directory.free_partial_path(save_dir, self.tag).name if is_rank_0() else ""
         return replace(self, save_dir=save_dir, partial=from_rank_0(free))
