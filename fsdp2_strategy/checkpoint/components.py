@@ -185,7 +185,7 @@ _TENSOR_LAYOUT = Slot[tuple[object, TensorLayout]]("tensor layout in checkpoints
 
 
 def cached_tensor_layout(inner: nn.Module, base: nn.Module, tensors: Mapping[str, torch.Tensor]) -> TensorLayout:
-    """Return the layout of ``model/``, cached in the state of ``inner`` until names, shapes, dtypes or placements change.
+    """Return the layout of ``model/``, cached in the state of ``inner`` until a name, shape, dtype or sharding changes.
 
     ``base`` is the model without its adapters, and ``tensors`` has its tensors by name.
     """

@@ -37,7 +37,6 @@ from fsdp2_strategy.checkpoint.listing import (
     checkpoints_with_manifest,
     digest_of_manifest,
     hidden_in,
-    hidden_path,
     is_last,
     is_own_directory,
     read_checkpoint,
@@ -68,11 +67,6 @@ NOT_CHECKPOINTS = (LOCK, *(f".*{suffix}/*" for suffix in (PARTIAL, REPLACED, REM
 def partial_path(save_dir: Path, tag: str) -> Path:
     """Return the directory that a save of ``tag`` writes to before the commit, unless an earlier one is left there."""
     return save_dir / f".{tag}{PARTIAL}"
-
-
-def free_partial_path(save_dir: Path, tag: str) -> Path:
-    """Return `partial_path`, or another name if something has this one; see [Note: hidden names]."""
-    return hidden_path(save_dir, tag, PARTIAL)
 
 
 def check_replaceable(save_dir: Path, tag: str, partial: CheckpointPaths) -> None:
@@ -178,7 +172,7 @@ def commit(
 ) -> None:
     """Commit the checkpoint under ``.partial``; rank 0 calls it after all ranks have written. See [Note: commit].
 
-    ``entries`` are added to the manifest, which ``key`` signs; ``digests`` are the results of `write_checksums` by rank.
+    ``entries`` go into the manifest, which ``key`` signs; ``digests`` are the results of `write_checksums` by rank.
     """
     save_dir, final = partial.root.parent, partial.root.with_name(tag)
     for path in shared_files(partial):  # each rank has already fsynced its own files in the per-rank folders

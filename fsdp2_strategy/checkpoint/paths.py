@@ -103,10 +103,6 @@ class CheckpointPaths:
         """Return the paths of each of several models by name; without names, those of the only model, as ``""``."""
         return {name: self.of_model(name) for name in names} or {"": self}
 
-    def moved_to(self, root: Path) -> Self:
-        """Return the paths of the same checkpoint in another directory."""
-        return self.of(root, self.kind)
-
     @property
     def is_lerobot(self) -> bool:
         """Whether the layout is LeRobot's."""

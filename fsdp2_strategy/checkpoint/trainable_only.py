@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ class LeftOut:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any] | None) -> LeftOut:
-        """Parse the entry of a checkpoint's ``trainer_state.json``; None means that no weights are left out."""
+        """Parse the entry of ``trainer_state.json``, which has these fields; None if no weights are left out."""
         if not content:
             return cls()
         weights = {
@@ -101,10 +101,6 @@ class LeftOut:
             for name, saved in content["weights"].items()
         }
         return cls(weights, dict(content["folders"]), content.get("elements", _DEFAULT_ELEMENTS))
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the entry for ``trainer_state.json``, which `from_json` parses."""
-        return asdict(self)
 
     def find_differing(self, root: nn.Module, path: Path, *, strict: bool) -> LoadTargets:
         """Locate the left-out weights that differ in the model, in the folders they came from; collective."""
