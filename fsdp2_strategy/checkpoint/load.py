@@ -8,9 +8,10 @@ ranks; see [Note: agreed errors] in `agreement`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,7 +68,7 @@ from fsdp2_strategy.checkpoint.paths import (
 from fsdp2_strategy.checkpoint.random_state import RNG_BYTES, check_rng, derive_rng, load_rng
 from fsdp2_strategy.checkpoint.reader import Opened, check_structure, open_checkpoint
 from fsdp2_strategy.checkpoint.resumed import record_resume
-from fsdp2_strategy.checkpoint.several_models import ONLY, Models, check_saved_models, for_each, models_by_name
+from fsdp2_strategy.checkpoint.several_models import ONLY, Models, arguments_by_model, check_saved_models
 from fsdp2_strategy.checkpoint.signature import read_key
 from fsdp2_strategy.checkpoint.storage import LoadTargets, read_all, stored_in, targets_by_name
 from fsdp2_strategy.checkpoint.trainable_only import LeftOut
@@ -184,63 +185,37 @@ def load_checkpoint(
     background_save.wait()
     _check_options(load_data_position, key_file, verify=verify)
     load_dir = as_path(load_dir, "load")
-    dataloader = dataloader if load_data_position else None
-    models = _requests_of_models(model, optimizer, scheduler, ema, must_restore)
-    for own in models.values():
-        check_schedule_of(own.scheduler, own.optimizer, "load", CheckpointError)
-    is_none = [(name, [each is None for each in own.objects]) for name, own in models.items()]
-    arguments = (
-        str(load_dir),
-        tag,
-        (is_none, dataloader is None),
-        load_data_position,
-        load_model,
-        strict,
-        verify,
-        fallback,
-        trust,
-        [tuple(own.must_restore) for own in models.values()],
-        load_learning_rates,
-        None if key_file is None else str(key_file),
+    request = _LoadRequest(
+        models=_requests_of_models(model, optimizer=optimizer, scheduler=scheduler, ema=ema, must_restore=must_restore),
+        dataloader=dataloader if load_data_position else None,
+        load_dir=load_dir,
+        tag=tag,
+        load_data_position=load_data_position,
+        load_model=load_model,
+        strict=strict,
+        verify=verify,
+        fallback=fallback,
+        trust=trust,
+        load_learning_rates=load_learning_rates,
+        key_file=None if key_file is None else str(key_file),
     )
-    check_equal("load", arguments, CheckpointError, "the same directory, tag and objects to load on all ranks.")
+    for own in request.models.values():
+        check_schedule_of(own.scheduler, own.optimizer, "load", CheckpointError)
+    request.agree_between_ranks()
     repeats = read_repeats()
+    find = functools.partial(_find, load_dir, tag, fallback=fallback, trust=trust)
     with all_or_none(f"find a checkpoint in {load_dir}", CheckpointError):
-        found = _find(load_dir, tag, fallback=fallback, trust=trust) if is_rank_0() else ([], None)
+        found = find() if is_rank_0() else ([], None)
     paths, foreign = from_rank_0(found)
     others = from_rank_0(_other_tags(paths) if is_rank_0() else [])
     with all_or_none("read the key", CheckpointError):
         key = read_key(key_file) if key_file is not None and is_rank_0() else None
     if foreign is not None:
-        _check_unsigned(foreign, key_file)
-        if dataloader is not None and not isinstance(dataloader, Later):
-            require_saved(None, "data position", "dataloader=None", load_dir)
-        check_saved_models(foreign.path, (), models, may_be_fewer=False)
-        own = models[ONLY]
-        return load_foreign(
-            own.model,
-            foreign,
-            own.optimizer,
-            own.scheduler,
-            load_model=load_model,
-            strict=strict,
-            must_restore=own.must_restore,
-        )
+        return _load_foreign(request, foreign)
     if not paths:
         log("no checkpoint in %s: nothing is loaded", load_dir)
         return None
-    request = _LoadRequest(
-        models=models,
-        dataloader=dataloader,
-        load_data_position=load_data_position,
-        load_model=load_model,
-        strict=strict,
-        verify=verify,
-        load_learning_rates=load_learning_rates,
-        is_signed=key_file is not None,
-        key=key,
-    )
-    loaded = _load_first(request, paths, others, lambda: _find(load_dir, tag, fallback=fallback, trust=trust)[0])
+    loaded = _load_first(replace(request, key=key), paths, others, lambda: find()[0])
     log_repeated_reads(repeats)
     return loaded
 
@@ -301,13 +276,26 @@ def _check_options(load_data_position: object, key_file: object, *, verify: bool
         )
 
 
-def _check_unsigned(foreign: Foreign, key_file: object) -> None:
-    """Raise if there is a key: checkpoints of other systems are not signed."""
-    if key_file is not None:
+def _load_foreign(request: _LoadRequest, foreign: Foreign) -> LoadedCheckpoint:
+    """Load the checkpoint of another system, which is not signed, and has one model and no data position."""
+    if request.key_file is not None:
         raise DamageError(
             f"cannot trust {foreign.path}: it has no signature, because another system wrote it, expected a checkpoint "
             "that this key signed. Load it without a key file, and save it with one."
         )
+    if request.loader is not None:
+        require_saved(None, "data position", "dataloader=None", request.load_dir)
+    check_saved_models(foreign.path, (), request.models, may_be_fewer=False)
+    own = request.models[ONLY]
+    return load_foreign(
+        own.model,
+        foreign,
+        own.optimizer,
+        own.scheduler,
+        load_model=request.load_model,
+        strict=request.strict,
+        must_restore=own.must_restore,
+    )
 
 
 @collective
@@ -333,48 +321,43 @@ class _ModelRequest:
     ema: Mapping[str, torch.Tensor] | None
     must_restore: Collection[str]
 
-    @property
-    def objects(self) -> Sequence[object]:
-        """The objects to restore with the model."""
-        return self.optimizer, self.scheduler, self.ema
 
-
-def _requests_of_models(
-    models: Models, optimizer: Any, scheduler: Any, ema: Any, must_restore: Any
-) -> dict[str, _ModelRequest]:
-    """Return the request of each model by its name; see `several_models`."""
-    by_name = models_by_name("load", models)
-    optimizers = for_each("load", "optimizer", by_name, optimizer)
-    schedulers = for_each("load", "scheduler", by_name, scheduler)
-    averages = for_each("load", "ema", by_name, ema)
-    required = for_each("load", "must_restore", by_name, must_restore, is_shared=True)
-    return {
-        name: _ModelRequest(
-            model=model,
-            optimizer=optimizers[name],
-            scheduler=schedulers[name],
-            ema=averages[name],
-            must_restore=required[name] or (),
-        )
-        for name, model in by_name.items()
-    }
+def _requests_of_models(models: Models, **given: Any) -> dict[str, _ModelRequest]:
+    of_each = arguments_by_model("load", models, ("must_restore",), given)
+    return {name: _ModelRequest(**own | {"must_restore": own["must_restore"] or ()}) for name, own in of_each.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class _LoadRequest:
-    """The objects to restore, and options; `load_checkpoint` documents them."""
+    """The arguments of a load; `load_checkpoint` documents them."""
 
     models: Mapping[str, _ModelRequest]
+    """The objects to restore, by the name of their model."""
     dataloader: Loader | Later | None
+    load_dir: Path
+    tag: str | None
     load_data_position: DataPositionMode
     load_model: bool
     strict: bool
     verify: bool
+    fallback: bool
+    trust: bool
     load_learning_rates: bool
-    is_signed: bool
-    """Whether to load only a checkpoint that the key signed."""
-    key: bytes | None = field(repr=False)
+    key_file: str | None
+    """Load only a checkpoint that this key signed."""
+    key: bytes | None = field(default=None, repr=False)
     """The key, on rank 0."""
+
+    def agree_between_ranks(self) -> None:
+        """Raise if the ranks request different loads, or an object is None on some ranks only; collective."""
+        objects = {name: (own.optimizer, own.scheduler, own.ema) for name, own in self.models.items()}
+        arguments = (
+            {name: value for name, value in vars(self).items() if name not in ("models", "dataloader")},
+            [tuple(own.must_restore) for own in self.models.values()],
+            [(name, [each is None for each in own]) for name, own in objects.items()],
+            self.dataloader is None,
+        )
+        check_equal("load", arguments, CheckpointError, "the same directory, tag and objects to load on all ranks.")
 
     @property
     def loader(self) -> Loader | None:
@@ -382,34 +365,44 @@ class _LoadRequest:
         return None if isinstance(self.dataloader, Later) else self.dataloader
 
     @property
-    def continues(self) -> bool:
-        """Whether the run continues: an optimizer is restored, or must be."""
-        return any(own.optimizer is not None or own.must_restore for own in self.models.values())
+    def any_batch_size(self) -> bool:
+        """Whether the position may have been saved with another global batch size."""
+        return self.load_data_position == "samples"
+
+    @property
+    def restores_optimizer(self) -> bool:
+        """Whether an optimizer is restored, so that the run continues."""
+        return any(own.optimizer is not None for own in self.models.values())
 
 
 def _load(request: _LoadRequest, path: Path) -> LoadedCheckpoint:
     opened, of_run = _open(request, path)
     # Raised on every rank, because the manifest and the names are equal on all.
-    check_saved_models(path, models_in(opened.manifest), request.models, may_be_fewer=not request.continues)
+    continues = request.restores_optimizer or any(own.must_restore for own in request.models.values())
+    check_saved_models(path, models_in(opened.manifest), request.models, may_be_fewer=not continues)
     with all_or_none(f"load {path}", DamageError):
         states = {name: of_run if name == ONLY else opened.state_of_model(name) for name in request.models}
         rng, rank_state = _files_of_rank(opened, of_run, request.loader)
     with all_or_none(f"load {path}", CheckpointError):
         models = request.models.items()
-        plans = {name: _plan(own, request, _paths_of(opened, name), states[name]) for name, own in models}
+        plans = {name: _plan(own, request, opened.paths.of_model(name), states[name]) for name, own in models}
         if request.loader is not None:
-            any_batch_size = request.load_data_position == "samples"
-            check_position(request.loader, of_run.get("data"), path, any_batch_size=any_batch_size)
-    frozen = _find_left_out(request, plans, states, path)
+            check_position(request.loader, of_run.get("data"), path, any_batch_size=request.any_batch_size)
+    frozen = []
+    for name, plan in plans.items():
+        left_out = LeftOut.from_json(states[name].get("left_out") if request.load_model else None)
+        frozen.append((plan.root, left_out, left_out.find_differing(plan.root, path, strict=request.strict)))
     with all_or_none(f"load {path}", DamageError):
-        requests, broadcasts = divide_reads(target for plan in plans.values() for target in plan.targets)
+        targets = [target for plan in plans.values() for target in plan.targets]
+        requests, broadcasts = divide_reads(targets)
         if request.verify:
-            opened.read_checksum_manifests(ranges_of(requests))
-        if request.is_signed:  # the other files, which no read below verifies
-            of_tensors = _files_read_in_full(opened, [target for plan in plans.values() for target in plan.targets])
-            rest = [name for name in opened.manifest["files"] if name not in of_tensors]
-            opened.check_files(rest, share=rank(), shares=world_size())
-    with unusable_unless_done(_changed_by(request, plans)):
+            for file, begin, end in ranges_of(requests):
+                opened.checksums.covering(file, begin, end)  # reads the checksum manifests that are needed
+        if request.key_file is not None:
+            _check_other_files(opened, targets)
+    changed: list[nn.Module | Optimizer] = [plan.root for plan in plans.values()] if request.load_model else []
+    changed += [own.optimizer for own in request.models.values() if own.optimizer is not None]
+    with unusable_unless_done(changed):
         with torch.no_grad():
             for plan in plans.values():
                 clear_gradients(plan.root)
@@ -421,43 +414,21 @@ def _load(request: _LoadRequest, path: Path) -> LoadedCheckpoint:
                 left_out.restore(root, differing, path)
         with all_or_none(f"load the run's state from {path}", CheckpointError):
             _restore_state(request, plans, states, of_run, rng=rng, rank_state=rank_state)
-    _log_loaded(request, opened, of_run)
-    for name, plan in plans.items():
-        if request.models[name].optimizer is not None:
-            record_resume(plan.root, name, path, states[name]["step"])
+    _log_loaded(request, opened, plans, states, of_run)
     results = {name: _result(path, of_run, states[name], plan) for name, plan in plans.items()}
     if ONLY in results:
         return results[ONLY]
     return LoadedCheckpoint(path=path, step=of_run["step"], client_state=of_run["client_state"], models=results)
 
 
-def _files_read_in_full(opened: Opened, targets: LoadTargets) -> set[str]:
-    """Return the names of the tensor files of which the ranks together read all tensors."""
+def _check_other_files(opened: Opened, targets: LoadTargets) -> None:
+    """Verify this rank's share of the files of which the ranks together do not read all tensors."""
     read = {(entry.path, entry.offset) for _, region, _ in targets for entry in sources_of(region)}
     of_file = {path: read_header(path).values() for path, _ in read}
     full = (path for path, entries in of_file.items() if all((path, e.offset) in read for e in entries if e.nbytes))
-    return {opened.paths.name_of(path) for path in full}
-
-
-def _find_left_out(
-    request: _LoadRequest, plans: Mapping[str, _LoadPlan], states: Mapping[str, Mapping[str, Any]], path: Path
-) -> list[tuple[nn.Module, LeftOut, LoadTargets]]:
-    """Return each model's frozen weights that the checkpoint omits, and where those that differ are; collective."""
-    found = []
-    for name, plan in plans.items():
-        left_out = LeftOut.from_json(states[name].get("left_out") if request.load_model else None)
-        found.append((plan.root, left_out, left_out.find_differing(plan.root, path, strict=request.strict)))
-    return found
-
-
-def _changed_by(request: _LoadRequest, plans: Mapping[str, _LoadPlan]) -> list[nn.Module | Optimizer]:
-    """Return the models and optimizers that a load changes, and which are unusable if it fails midway."""
-    changed: list[nn.Module | Optimizer] = [plan.root for plan in plans.values()] if request.load_model else []
-    return changed + [own.optimizer for own in request.models.values() if own.optimizer is not None]
-
-
-def _paths_of(opened: Opened, name: str) -> CheckpointPaths:
-    return opened.paths if name == ONLY else opened.paths.of_model(name)
+    names = {opened.paths.name_of(path) for path in full}
+    rest = [name for name in opened.manifest["files"] if name not in names]
+    opened.check_files(rest, share=rank(), shares=world_size())
 
 
 def _result(path: Path, of_run: Mapping[str, Any], state: Mapping[str, Any], plan: _LoadPlan) -> LoadedCheckpoint:
@@ -472,17 +443,24 @@ def _result(path: Path, of_run: Mapping[str, Any], state: Mapping[str, Any], pla
     )
 
 
-def _log_loaded(request: _LoadRequest, opened: Opened, of_run: Mapping[str, Any]) -> None:
-    """Log what was loaded, and what the checkpoint has in addition."""
+def _log_loaded(
+    request: _LoadRequest,
+    opened: Opened,
+    plans: Mapping[str, _LoadPlan],
+    states: Mapping[str, Mapping[str, Any]],
+    of_run: Mapping[str, Any],
+) -> None:
+    """Log what was loaded, what the checkpoint has in addition, and if the models are from different steps."""
     path = opened.paths.root
     log("loaded %s (step %d)", path, of_run["step"])
     for name, own in request.models.items():
-        of_model = _paths_of(opened, name).state
+        of_model = opened.paths.of_model(name).state
         if own.ema is None and request.load_model and (of_model / EMA).is_dir():
             log("%s has averages, which are not loaded: pass ema= to load them", of_model, level=logging.WARNING)
+        if own.optimizer is not None:
+            record_resume(plans[name].root, name, path, states[name]["step"])
     is_position_ignored = request.dataloader is None and request.load_data_position
-    has_optimizer = any(own.optimizer is not None for own in request.models.values())
-    if is_position_ignored and has_optimizer and of_run.get("data"):
+    if is_position_ignored and request.restores_optimizer and of_run.get("data"):
         log("%s has a data position, which is not loaded: pass dataloader= to load it", path, level=logging.WARNING)
 
 
@@ -496,7 +474,6 @@ def _restore_state(
     rank_state: RankState | None,
 ) -> None:
     """Restore optimizers, schedules, random state and data position, once the tensors are read."""
-    continues = False
     for name, own in request.models.items():
         plan, state = plans[name], states[name]
         if own.optimizer is not None:
@@ -509,18 +486,16 @@ def _restore_state(
                 values,
                 load_learning_rates=request.load_learning_rates,
             )
-            continues = True
         elif request.load_model:
             refresh_masters_of(plan.root)
         if own.scheduler is not None:
             restore_scheduler(own.scheduler, state["scheduler"])
-    if continues and rng is not None:
+    if request.restores_optimizer and rng is not None:
         load_rng(rng)
-    elif continues:
+    elif request.restores_optimizer:
         derive_rng(of_run["seed"], step=of_run["step"], rank=data_rank(), world_size=data_size())
     if request.loader is not None:
-        any_batch_size = request.load_data_position == "samples"
-        restore_position(request.loader, of_run["data"], rank_state, any_batch_size=any_batch_size)
+        restore_position(request.loader, of_run["data"], rank_state, any_batch_size=request.any_batch_size)
 
 
 def _open(request: _LoadRequest, path: Path) -> tuple[Opened, dict[str, Any]]:
@@ -530,7 +505,9 @@ def _open(request: _LoadRequest, path: Path) -> tuple[Opened, dict[str, Any]]:
     manifest = from_rank_0(manifest)
     with all_or_none(f"load {path}", DamageError):
         same_ranks = len(manifest["checksums"]) == world_size()
-        opened = open_checkpoint(path, manifest, rank=rank() if same_ranks else None, is_signed=request.is_signed)
+        opened = open_checkpoint(
+            path, manifest, rank=rank() if same_ranks else None, is_signed=request.key_file is not None
+        )
         opened.check_headers()
         return opened, opened.state_of_run()
 

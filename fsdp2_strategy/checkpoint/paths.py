@@ -96,12 +96,12 @@ class CheckpointPaths:
         return cls.of(root, "lerobot" if is_directory(root / PRETRAINED_MODEL) else "trainer")
 
     def of_model(self, name: str) -> Self:
-        """Return the paths of one of several models; those of the run (manifest, per-rank folders) have no meaning."""
-        return replace(self, model=self.root / name / MODEL, state=self.root / name)
+        """Return the paths of one of several models, without those of the run; of the only one, ``""``, all paths."""
+        return replace(self, model=self.root / name / MODEL, state=self.root / name) if name else self
 
     def of_models(self, names: Collection[str]) -> dict[str, Self]:
-        """Return the paths of each of several models by name; without names, those of the only model, as ``""``."""
-        return {name: self.of_model(name) for name in names} or {"": self}
+        """Return the paths of each of several models by name; without names, those of the only model, ``""``."""
+        return {name: self.of_model(name) for name in names or ("",)}
 
     @property
     def is_lerobot(self) -> bool:

@@ -136,11 +136,6 @@ class Opened:
                 for _, problem in problems:
                     raise DamageError(f"cannot load {self.paths.root}: {problem}. Load another checkpoint.")
 
-    def read_checksum_manifests(self, ranges: Iterable[tuple[Path, int, int]]) -> None:
-        """Read the checksum manifests that are needed for ranges of bytes: file, begin and end."""
-        for path, begin, end in ranges:
-            self.checksums.covering(path, begin, end)
-
 
 def problems_in(path: Path, together: Sequence[CheckedRange]) -> list[tuple[CheckedRange, str]]:
     """Read adjacent ranges of a file and compare their checksums; return the problem of each range that has one."""

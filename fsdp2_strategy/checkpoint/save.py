@@ -236,9 +236,7 @@ _LaidOut = tuple[CheckpointPaths, ModelComponents, LeftOut | None]
 
 def _lay_out(request: SaveRequest, name: str) -> _LaidOut:
     """Lay out one of the models; collective."""
-    own, layout, paths = request.models[name], request.layout, request.partial_paths
-    if name != ONLY:
-        paths = paths.of_model(name)
+    own, layout, paths = request.models[name], request.layout, request.partial_paths.of_model(name)
     only_trainable = request.only_trainable or (layout.needs_adapters_only and is_peft_model(own.model))
     left_out = LeftOut.of(own.model) if only_trainable else None
     return paths, layout.components(own.model, paths, left_out.weights if left_out else None, own.ema), left_out

@@ -23,7 +23,7 @@ from fsdp2_strategy.checkpoint.layout import Layout
 from fsdp2_strategy.checkpoint.listing import PARTIAL, check_tag, hidden_path
 from fsdp2_strategy.checkpoint.paths import META, CheckpointPaths
 from fsdp2_strategy.checkpoint.rotation import check_limits
-from fsdp2_strategy.checkpoint.several_models import ONLY, Models, for_each, models_by_name
+from fsdp2_strategy.checkpoint.several_models import ONLY, Models, arguments_by_model
 from fsdp2_strategy.distributed.agreement import check_equal, from_rank_0
 from fsdp2_strategy.distributed.process_group import is_rank_0, world_size
 from fsdp2_strategy.errors import CheckpointError
@@ -45,14 +45,8 @@ class ModelObjects:
 
 def objects_of_models(models: Models, **given: Any) -> dict[str, ModelObjects]:
     """Return what is saved with each model, by its name; see `several_models`."""
-    by_name = models_by_name("save", models)
-    shared = ("step", "tokenizer")
-    of_each = {what: for_each("save", what, by_name, value, is_shared=what in shared) for what, value in given.items()}
-    of_each["step"] = {name: step or 0 for name, step in of_each["step"].items()}
-    return {
-        name: ModelObjects(model=model, **{what: values[name] for what, values in of_each.items()})
-        for name, model in by_name.items()
-    }
+    of_each = arguments_by_model("save", models, ("step", "tokenizer"), given)
+    return {name: ModelObjects(**own | {"step": own["step"] or 0}) for name, own in of_each.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,6 +77,18 @@ def for_each(action: str, what: str, names: Collection[str], given: Any, *, is_s
     return {name: given.get(name) for name in names}
 
 
+def arguments_by_model(
+    action: str, models: Models, shared: Collection[str], given: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Return the arguments of each model by its name, with the ``model`` itself; ``shared`` ones as in `for_each`."""
+    by_name = models_by_name(action, models)
+    of_each = {what: for_each(action, what, by_name, value, is_shared=what in shared) for what, value in given.items()}
+    return {
+        name: {"model": model, **{what: values[name] for what, values in of_each.items()}}
+        for name, model in by_name.items()
+    }
+
+
 def joined(by_name: Mapping[str, Any]) -> Any:
     """Return the argument of `for_each` that its result came from: the value of a single model, or the mapping."""
     return by_name[ONLY] if ONLY in by_name else dict(by_name)
