@@ -40,7 +40,7 @@ from fsdp2_strategy.hf.skeleton import copy_module_shell, meta_skeleton
 from fsdp2_strategy.hf.transformers_models import inner_model, is_transformers_model
 from fsdp2_strategy.hf.weights_folder import WeightsSource, folder_of, open_folder
 from fsdp2_strategy.model.fsdp_state import class_name
-from fsdp2_strategy.model.names import named_parameters, persistent_buffers
+from fsdp2_strategy.model.names import saved_tensors
 from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.storage.component import Component
 from fsdp2_strategy.storage.json_files import write_text
@@ -75,7 +75,7 @@ class ModelComponents:
         With ``left_out``, lay out only ``trainable/``, without the frozen weights that ``left_out`` names.
         """
         if left_out is not None:
-            kept = {name: tensor for name, tensor in _tensors_of(root).items() if name not in left_out}
+            kept = {name: tensor for name, tensor in saved_tensors(root).items() if name not in left_out}
             return cls([Component.of(paths.state / TRAINABLE, kept)], SidecarFiles(paths.model))
         inner = inner_model(root)
         base = without_adapter_modules(inner)
@@ -84,7 +84,7 @@ class ModelComponents:
         components = [Component.of(paths.model, tensors, layout.regions, metadata=layout.metadata)]
         if base is not root:
             inside = {id(tensor) for tensor in (*base.parameters(), *base.buffers())}
-            rest = {name: tensor for name, tensor in _tensors_of(root).items() if id(tensor) not in inside}
+            rest = {name: tensor for name, tensor in saved_tensors(root).items() if id(tensor) not in inside}
             if rest:
                 components.append(Component.of(paths.state / WRAPPER, rest))
         return cls(components, SidecarFiles.of(paths.model, base, layout.regions, folder_of(inner)))
@@ -176,10 +176,6 @@ class SidecarFiles:
                     shutil.copyfile(file, self.folder / file.name)
 
 
-def _tensors_of(root: nn.Module) -> dict[str, torch.Tensor]:
-    return {**named_parameters(root), **persistent_buffers(root)}
-
-
 _TENSOR_LAYOUT = Slot[tuple[object, TensorLayout]]("tensor layout in checkpoints")
 """The last layout of a model. The first element of the tuple describes the tensors it was chosen for."""
 
@@ -225,7 +221,7 @@ def _match_trainable(
     root: nn.Module, paths: CheckpointPaths, left_out: Container[str]
 ) -> tuple[LoadTargets, LoadReport]:
     stored = stored_in(paths.state / TRAINABLE, paths)
-    tensors = _tensors_of(root)
+    tensors = saved_tensors(root)
     in_both = {name: tensor for name, tensor in tensors.items() if name in stored}
     report = LoadReport(
         loaded=list(in_both),

@@ -81,7 +81,7 @@ class DataPosition:
         return cls(entry={"ranks": data_size()}, rank_file=_serialize(state))
 
 
-def check_position(loader: Any, saved: Mapping[str, Any] | None, path: Path, *, any_batch_size: bool = False) -> None:
+def check_position(loader: Any, saved: Mapping[str, Any] | None, path: Path, *, any_batch_size: bool) -> None:
     """Check that a loader can continue from the data position in a checkpoint."""
     saved = require_saved(saved, "data position", "dataloader=None", path)
     if _is_shared(loader) != ("state" in saved):
@@ -105,33 +105,23 @@ def check_position(loader: Any, saved: Mapping[str, Any] | None, path: Path, *, 
         )
 
 
-@dataclass(frozen=True)
-class RankState:
-    """The state of a loader from this rank's file."""
-
-    value: Any
-
-    @classmethod
-    def parse(cls, content: bytes, path: Path) -> RankState:
-        """Parse the content of the file at ``path``, or raise a `DamageError`."""
-        try:
-            return cls(_deserialize(content, path))
-        except InvalidError as error:
-            raise damage(path, f"the state of the loader is invalid: {error}") from error
-        except RecursionError:
-            raise damage(path, "the state of the loader is nested too deeply") from None
+def parse_rank_state(content: bytes, path: Path) -> Any:
+    """Return the state of a loader from the content of a rank's file, or raise a `DamageError`."""
+    try:
+        return _deserialize(content, path)
+    except InvalidError as error:
+        raise damage(path, f"the state of the loader is invalid: {error}") from error
+    except RecursionError:
+        raise damage(path, "the state of the loader is nested too deeply") from None
 
 
 _MAX_DEPTH = 900
 """Each list or dictionary of a state has two or three levels in the file."""
 
 
-def restore_position(
-    loader: Any, saved: Mapping[str, Any], rank_state: RankState | None, *, any_batch_size: bool = False
-) -> None:
-    """Load a saved position into a loader: ``rank_state``, if this rank has a state of its own."""
-    state = saved["state"] if rank_state is None else rank_state.value
-    loader.load_state_dict(state, **_options(any_batch_size))
+def restore_position(loader: Any, saved: Mapping[str, Any], rank_state: Any, *, any_batch_size: bool) -> None:
+    """Load a saved position into a loader: ``rank_state``, if each rank has a state of its own."""
+    loader.load_state_dict(saved.get("state", rank_state), **_options(any_batch_size))
 
 
 def _options(any_batch_size: bool) -> dict[str, bool]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import re
 from collections.abc import Collection, Iterator
@@ -39,6 +38,7 @@ from fsdp2_strategy.errors import DamageError
 
 _JUNK = re.compile(r"\.nfs[0-9a-f]{8,}|\.DS_Store")
 """Names that file systems give to open files that were deleted, and a file that macOS leaves everywhere."""
+_NOTE = b'{"note": "Rotation deleted the checkpoint in this directory. It kept the files that others had put there."}\n'
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -138,7 +138,7 @@ class _Deletion:
             if self._failures:
                 raise self._failures[0]
             if has_others and not exists(self.path / ROTATED, follow_symlinks=False):
-                _write_note(fd)
+                write_new(ROTATED, _NOTE, fd)
             if self.manifest is not None:
                 self.files, self.manifest = {self.manifest}, None
                 self._delete_in(fd, "", mount)
@@ -210,14 +210,13 @@ def _mount_of(fd: int) -> str:
         return str(os.fstat(fd).st_dev)
 
 
-def _write_note(fd: int) -> None:
-    """Write the file `ROTATED` into an open directory."""
-    note = {"note": "Rotation deleted the checkpoint in this directory. It kept the files that others had put there."}
-    note_fd = os.open(ROTATED, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644, dir_fd=fd)
-    try:
-        os.write(note_fd, (json.dumps(note) + "\n").encode())
-    finally:
-        os.close(note_fd)
+def write_new(path: str | Path, content: bytes, parent: int | None = None) -> None:
+    """Write and fsync a file that must not exist, nor be a link; ``parent`` is an open directory."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644, dir_fd=parent)
+    with os.fdopen(fd, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(fd)
 
 
 def _move(path: Path, final: Path) -> None:

@@ -17,13 +17,12 @@ directories that this package made are deleted; links and other directories with
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from fsdp2_strategy.checkpoint.deletion import bytes_in, delete, delete_partial, hide
+from fsdp2_strategy.checkpoint.deletion import bytes_in, delete, delete_partial, hide, write_new
 from fsdp2_strategy.checkpoint.file_schemas import MAX_SEQUENCE, read_small_file
 from fsdp2_strategy.checkpoint.listing import (
     FORMAT,
@@ -284,7 +283,7 @@ def update_latest(newest: CheckpointPaths) -> bool:
         if newest.is_lerobot:
             temporary.symlink_to(tag)
         else:
-            _write_new(temporary, f"{tag}\n".encode())
+            write_new(temporary, f"{tag}\n".encode())
         temporary.replace(save_dir / name)
         if _is_our_name(save_dir / other):
             (save_dir / other).unlink()
@@ -295,15 +294,6 @@ def update_latest(newest: CheckpointPaths) -> bool:
             temporary.unlink(missing_ok=True)
         return False
     return True
-
-
-def _write_new(path: Path, content: bytes) -> None:
-    """Write and fsync a file that must not exist, nor be a link."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
-    with os.fdopen(fd, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(fd)
 
 
 def _is_our_name(path: Path) -> bool:

@@ -57,7 +57,7 @@ from fsdp2_strategy.hf.transformers_models import outermost_models
 from fsdp2_strategy.model.failed_loads import unusable_unless_done
 from fsdp2_strategy.model.gradients import clear_gradients
 from fsdp2_strategy.model.master_weights import refresh_masters_of
-from fsdp2_strategy.model.names import clean, named_parameters, persistent_buffers
+from fsdp2_strategy.model.names import clean, named_parameters, saved_tensors
 from fsdp2_strategy.model.offloading import check_resident
 from fsdp2_strategy.model.shards import local_shard
 from fsdp2_strategy.model.weight_versions import count_change
@@ -236,7 +236,7 @@ def export_foreign(foreign: Foreign, output: Path, dtype: torch.dtype | None, si
 
 def _open_model(root: nn.Module, foreign: Foreign) -> tuple[ForeignTensors, dict[str, str]]:
     """Open the model under the names of the installed transformers, and return also the new names by stored name."""
-    own = _tensors_of(root)
+    own = saved_tensors(root)
     stored = ForeignTensors(foreign.model, own)
     names: dict[str, str] = {}
     for name, model in outermost_models(root).items() if own.keys() - stored.described.keys() else ():
@@ -247,15 +247,11 @@ def _open_model(root: nn.Module, foreign: Foreign) -> tuple[ForeignTensors, dict
     return stored, names
 
 
-def _tensors_of(root: nn.Module) -> dict[str, torch.Tensor]:
-    return {**named_parameters(root), **persistent_buffers(root)}
-
-
 def _match_model(
     root: nn.Module, stored: ForeignTensors, path: Path, *, strict: bool
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return the model's tensors whose names are stored, and fields of the `LoadedCheckpoint`."""
-    tensors = _tensors_of(root)
+    tensors = saved_tensors(root)
     aliases = set(root.state_dict())
     missing = tuple(name for name in tensors if name not in stored.described)
     unexpected = tuple(name for name in stored.described if name not in tensors and name not in aliases)

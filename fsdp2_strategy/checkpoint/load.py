@@ -26,8 +26,8 @@ from fsdp2_strategy.checkpoint.data_position import (
     DataPositionMode,
     Later,
     Loader,
-    RankState,
     check_position,
+    parse_rank_state,
     restore_position,
 )
 from fsdp2_strategy.checkpoint.directory import recover
@@ -65,7 +65,7 @@ from fsdp2_strategy.checkpoint.paths import (
     is_directory,
     names_in,
 )
-from fsdp2_strategy.checkpoint.random_state import RNG_BYTES, check_rng, derive_rng, load_rng
+from fsdp2_strategy.checkpoint.random_state import RNG_BYTES, check_rng, derive_seed, load_rng, seed_everything
 from fsdp2_strategy.checkpoint.reader import Opened, check_structure, open_checkpoint
 from fsdp2_strategy.checkpoint.resumed import record_resume
 from fsdp2_strategy.checkpoint.several_models import ONLY, Models, arguments_by_model, check_saved_models
@@ -87,14 +87,7 @@ from fsdp2_strategy.checkpoint.training_state import (
 from fsdp2_strategy.distributed.agreement import all_or_none, check_equal, from_rank_0
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
-from fsdp2_strategy.distributed.process_group import (
-    data_rank,
-    data_size,
-    is_rank_0,
-    rank,
-    sequence_size,
-    world_size,
-)
+from fsdp2_strategy.distributed.process_group import data_rank, data_size, is_rank_0, rank, sequence_size, world_size
 from fsdp2_strategy.errors import ArgumentError, CheckpointError, DamageError, did_you_mean
 from fsdp2_strategy.hf.load_plan import LoadReport
 from fsdp2_strategy.model.failed_loads import unusable_unless_done
@@ -471,7 +464,7 @@ def _restore_state(
     of_run: Mapping[str, Any],
     *,
     rng: bytes | None,
-    rank_state: RankState | None,
+    rank_state: Any,
 ) -> None:
     """Restore optimizers, schedules, random state and data position, once the tensors are read."""
     for name, own in request.models.items():
@@ -493,7 +486,7 @@ def _restore_state(
     if request.restores_optimizer and rng is not None:
         load_rng(rng)
     elif request.restores_optimizer:
-        derive_rng(of_run["seed"], step=of_run["step"], rank=data_rank(), world_size=data_size())
+        seed_everything(derive_seed(of_run["seed"], of_run["step"], data_rank(), data_size()))
     if request.loader is not None:
         restore_position(request.loader, of_run["data"], rank_state, any_batch_size=request.any_batch_size)
 
@@ -512,9 +505,7 @@ def _open(request: _LoadRequest, path: Path) -> tuple[Opened, dict[str, Any]]:
         return opened, opened.state_of_run()
 
 
-def _files_of_rank(
-    opened: Opened, state: Mapping[str, Any], loader: Loader | None
-) -> tuple[bytes | None, RankState | None]:
+def _files_of_rank(opened: Opened, state: Mapping[str, Any], loader: Loader | None) -> tuple[bytes | None, Any]:
     """Return the content of this rank's random state, and its loader's state; None if the number of ranks has changed.
 
     Ranks that share sequences get the same random state, whether or not they did so in the saved run.
@@ -527,7 +518,7 @@ def _files_of_rank(
     data_ranks = (state.get("data") or {}).get("ranks")
     if loader is not None and data_ranks == data_size():
         path = opened.paths.rank_file(DATA, data_rank() * (saved_ranks // data_ranks))
-        data = RankState.parse(opened.read(path, RANK_FILE_BYTES), path)
+        data = parse_rank_state(opened.read(path, RANK_FILE_BYTES), path)
     return rng, data
 
 

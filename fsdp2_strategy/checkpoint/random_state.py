@@ -114,11 +114,6 @@ def forked_rng(seed: int) -> Iterator[None]:
         load_rng(before)
 
 
-def derive_rng(seed: int, *, step: int, rank: int, world_size: int) -> None:
-    """Seed this rank's generators for a run that is resumed on another number of ranks."""
-    seed_everything(derive_seed(seed, step, rank, world_size))
-
-
 def derive_seed(*numbers: int) -> int:
     """Return a seed that depends on all of the numbers."""
     text = "/".join(map(str, numbers)).encode()

@@ -150,13 +150,10 @@ def problems_in(path: Path, together: Sequence[CheckedRange]) -> list[tuple[Chec
                 for checked, hasher in zip(together, hashers, strict=True):
                     hasher.update(part if len(together) == 1 else part[checked.begin - begin : checked.end - begin])
     except OSError as error:
-        return [(checked, _unreadable(path, checked, error)) for checked in together]
+        why = error.strerror or error
+        return [(c, f"bytes {c.begin} to {c.end} of {path} cannot be read: {why}") for c in together]
     found = zip(together, (hasher.problem(path) for hasher in hashers), strict=True)
     return [(checked, problem) for checked, problem in found if problem]
-
-
-def _unreadable(path: Path, checked: CheckedRange, error: OSError) -> str:
-    return f"bytes {checked.begin} to {checked.end} of {path} cannot be read: {error.strerror or error}"
 
 
 def check_structure(path: Path, key: bytes | None = None) -> dict[str, Any]:

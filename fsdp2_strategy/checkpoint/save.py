@@ -162,13 +162,7 @@ def save_checkpoint(
             f"cannot save: layout is {layout!r}, expected a LeRobotLayout, a TrainerLayout or None. Construct one."
         )
     models = objects_of_models(
-        model,
-        step=step,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        tokenizer=tokenizer,
-        ema=ema,
-        loss_scale=loss_scale,
+        model, step=step, optimizer=optimizer, scheduler=scheduler, tokenizer=tokenizer, ema=ema, loss_scale=loss_scale
     )
     steps = {name: own.step for name, own in models.items()}
     request = SaveRequest(

@@ -38,9 +38,7 @@ from fsdp2_strategy.storage.file_reads import repeated
 from fsdp2_strategy.storage.nested_states import FlatState
 from fsdp2_strategy.storage.regions import Region
 from fsdp2_strategy.storage.safetensors_format import Entry, read_header
-from fsdp2_strategy.storage.shares import (
-    gathered_write_requests,
-)
+from fsdp2_strategy.storage.shares import gathered_write_requests
 from fsdp2_strategy.storage.verified_read import ReadRequest
 from fsdp2_strategy.storage.write import WriteRequest, force_to_disk, write_all
 
