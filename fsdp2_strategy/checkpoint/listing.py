@@ -1,40 +1,12 @@
 """List the checkpoints of a directory, read their manifests, and say why a checkpoint is missing or unusable.
 
-    <save_dir>/
-      global_step100/            committed: final name and a valid manifest
-        model/                   a Hugging Face folder, or plain safetensors
-        wrapper/                 other tensors of a wrapper around that model, and adapters
-        trainable/               instead of these two: what ``only_trainable`` saves, plain safetensors
-        optimizer/               the optimizer's state, safetensors
-        ema/                     averages of the parameters, if any
-        trainer_state.json       step, schedule, hyper-parameters, client state
-        meta.json                values for other programs, if the trainer passes any
-        rng/                     states of the random generators, one file per rank
-        data/                    states of a data loader if they differ between ranks, one file per rank
-        checksums/               one checksum manifest per rank, with the blocks that it wrote
-        manifest.json            sequence number, size of every file, digests of the checksum manifests; written last
-      global_step105/            a checkpoint of several models
-        actor/                   model/, wrapper/, trainable/, optimizer/, ema/ and trainer_state.json of one model
-        critic/                  the same of another one
-        trainer_state.json       client state and data position of the run
-        manifest.json ...        meta.json, rng/, data/ and checksums/ as above
-      005000/                    the same in LeRobot's layout: see `paths`
-      latest                     name of the newest checkpoint, for people and scripts; a load ignores it
-      last                       in LeRobot's layout, instead of ``latest``: a link to the newest checkpoint
-      .lock                      locked by the run that saves here
-      .global_step110.partial/   a save in flight, or the files of a save that crashed
-      .global_step100.replaced/  the old checkpoint of a tag that is being saved again
-      .global_step90.removed/    a checkpoint that rotation is deleting
-      ..2.global_step90.removed/  the same while the former name is taken by what could not be deleted
-      global_step80/             files that others put into a checkpoint, after rotation deleted the checkpoint
-        rotated.json             says so
+Input: a directory. Output: its committed checkpoints and their manifests. `directory` writes and deletes them.
+"What is in a checkpoint directory" in docs/checkpoints.md has the files, and `paths` their names.
 
 [Note: links] A symbolic link in the directory is never one of its checkpoints: it is not listed, counted, renamed or
 deleted, except for ``last``. A load may name a link; it then reads the checkpoint that the link leads to.
 
 [Note: neighbours] Other people's files and directories may be in the directory. Those that cannot be read are ignored.
-
-Input: a directory. Output: its committed checkpoints and their manifests. `directory` writes and deletes them.
 """
 
 from __future__ import annotations
