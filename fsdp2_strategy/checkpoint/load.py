@@ -374,7 +374,7 @@ def _load(request: _LoadRequest, path: Path) -> LoadedCheckpoint:
     continues = request.restores_optimizer or any(own.must_restore for own in request.models.values())
     check_saved_models(path, models_in(opened.manifest), request.models, may_be_fewer=not continues)
     with all_or_none(f"load {path}", DamageError):
-        states = {name: of_run if name == ONLY else opened.state_of_model(name) for name in request.models}
+        states = {name: of_run if name == ONLY else opened.state_of(name) for name in request.models}
         rng, rank_state = _files_of_rank(opened, of_run, request.loader)
     with all_or_none(f"load {path}", CheckpointError):
         models = request.models.items()
@@ -502,7 +502,7 @@ def _open(request: _LoadRequest, path: Path) -> tuple[Opened, dict[str, Any]]:
             path, manifest, rank=rank() if same_ranks else None, is_signed=request.key_file is not None
         )
         opened.check_headers()
-        return opened, opened.state_of_run()
+        return opened, opened.state_of()
 
 
 def _files_of_rank(opened: Opened, state: Mapping[str, Any], loader: Loader | None) -> tuple[bytes | None, Any]:

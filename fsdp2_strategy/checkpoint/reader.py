@@ -54,7 +54,7 @@ from fsdp2_strategy.storage.checksums import Block, CheckedRange, Checksums, dig
 from fsdp2_strategy.storage.file_reads import SourceFile, size_of_file
 from fsdp2_strategy.storage.json_values import from_json_values
 from fsdp2_strategy.storage.safetensors_format import MAX_HEADER_BYTES, Entry, read_header, read_into
-from fsdp2_strategy.storage.schema import InvalidError, Schema
+from fsdp2_strategy.storage.schema import InvalidError
 
 _THREADS = 4
 
@@ -78,17 +78,11 @@ class Opened:
             checked.check(memoryview(content)[checked.begin : checked.end], path, self.paths.name_of(path))
         return content
 
-    def state_of_run(self) -> dict[str, Any]:
-        """Read the run's ``trainer_state.json``, which in a checkpoint of one model is also that of the model."""
-        schema = STATE_OF_RUN if "models" in self.manifest else STATE_OF_ONLY_MODEL
-        return self._state(self.paths.state / TRAINER_STATE, schema)
-
-    def state_of_model(self, name: str) -> dict[str, Any]:
-        """Read the ``trainer_state.json`` of one of several models."""
-        return self._state(self.paths.of_model(name).state / TRAINER_STATE, STATE_OF_MODEL)
-
-    def _state(self, path: Path, schema: Schema) -> dict[str, Any]:
-        state = parse_state(self.read(path, STATE_BYTES), path, schema)
+    def state_of(self, model: str = "") -> dict[str, Any]:
+        """Read and check the ``trainer_state.json`` of one of several models; without a name, that of the run."""
+        of_run = STATE_OF_RUN if "models" in self.manifest else STATE_OF_ONLY_MODEL
+        path = self.paths.of_model(model).state / TRAINER_STATE
+        state = parse_state(self.read(path, STATE_BYTES), path, STATE_OF_MODEL if model else of_run)
         hyper = state.get("optimizer") or {}
         try:
             for coded in (state.get("scheduler"), hyper.get("settings"), hyper.get("values")):

@@ -202,9 +202,7 @@ def save_checkpoint(
             staging.begin()
             plan = replace(plan, components=stage_local(plan.components, staging.copy_to_host))
     if plan.data is not None:
-        check_equal(
-            "save", plan.data.entry, CheckpointError, "loaders at the same position. Save after the same batch."
-        )
+        check_equal("save", plan.data, CheckpointError, "loaders at the same position. Save after the same batch.")
     if async_save:
         plan = replace(plan, components=stage_gathered(plan.components, staging.copy_to_host))
         background_save.save_in_background(str(request.path), functools.partial(_execute, plan))
@@ -246,8 +244,10 @@ class _SavePlan:
     """The sidecar files of each model, with its tokenizer."""
     json_files: dict[Path, str]
     """Content by path."""
-    rng: bytes
-    data: DataPosition | None
+    rank_files: dict[Path, bytes]
+    """Content of this rank's files by path: the random state first, then the loader's state if each rank has one."""
+    data: dict[str, Any] | None
+    """The position of the loader, as far as it is the same on every rank."""
     key: bytes | None = field(repr=False)
     """The key to sign with, on rank 0."""
     shard_sizes: dict[str, int]
@@ -276,10 +276,13 @@ def _plan(request: SaveRequest, laid_out: Mapping[str, _LaidOut]) -> _SavePlan:
         "data": data.entry if data else None,
         "versions": {"torch": torch.__version__, "transformers": version("transformers")},
     }
+    partial = request.partial_paths
+    rank_files = {partial.rank_file(RNG, rank()): rng_content()}
+    if data is not None and data.rank_file is not None:
+        rank_files[partial.rank_file(DATA, rank())] = data.rank_file
     shard_sizes = {name: shard_size_of_model(own.model) for name, own in request.models.items()}
-    folder = request.partial_paths.state
-    json_files = {folder / name: text for name, text in request.json_files(max(shard_sizes.values())).items()}
-    json_files[folder / TRAINER_STATE] = as_json(of_run)
+    json_files = {partial.state / name: text for name, text in request.json_files(max(shard_sizes.values())).items()}
+    json_files[partial.state / TRAINER_STATE] = as_json(of_run)
     for name, state in states.items():
         if name != ONLY:
             json_files[laid_out[name][0].state / TRAINER_STATE] = as_json(state)
@@ -288,8 +291,8 @@ def _plan(request: SaveRequest, laid_out: Mapping[str, _LaidOut]) -> _SavePlan:
         components=[replace(each, is_signed=request.is_signed) for each in components],
         sidecars=sidecars,
         json_files=json_files,
-        rng=rng_content(),
-        data=data,
+        rank_files=rank_files,
+        data=data.entry if data else None,
         key=key,
         shard_sizes=shard_sizes,
     )
@@ -371,8 +374,8 @@ def _create_folders(plan: _SavePlan) -> None:
             needed_bytes = sum(component.total_bytes for component in plan.components)
             needed_bytes += sum(sidecars.total_bytes for sidecars, _ in plan.sidecars)
             check_space(request.save_dir, needed_bytes, request.max_mem)
-            for folder in (RNG, CHECKSUMS, *([DATA] if plan.data and plan.data.rank_file is not None else [])):
-                (paths.state / folder).mkdir(parents=True)
+            for folder in [*(path.parent for path in plan.rank_files), paths.state / CHECKSUMS]:
+                folder.mkdir(parents=True)
             if paths.is_lerobot:
                 paths.model.mkdir()
 
@@ -383,10 +386,7 @@ def _write(plan: _SavePlan) -> list[tuple[str, str]]:
     with all_or_none(f"write {tag}", CheckpointError):
         blocks = write_components(plan.components)
     with all_or_none(f"write the files of {tag} that are in no component", CheckpointError):
-        rank_files = {paths.rank_file(RNG, rank()): plan.rng}
-        if plan.data is not None and plan.data.rank_file is not None:
-            rank_files[paths.rank_file(DATA, rank())] = plan.data.rank_file
-        for path, content in rank_files.items():
+        for path, content in plan.rank_files.items():
             write_bytes(path, content)
             blocks[path] = blocks_of(content, is_signed=is_signed)
         if is_rank_0():
