@@ -97,7 +97,7 @@ def commit(ranks: int, manifest: bytes, save_dir: Path) -> tuple[float, int]:
         partial.rank_file(CHECKSUMS, rank).write_bytes(manifest[:1])
     facts = {"step": 1, "protected": False, "metric": None, "higher_is_better": True, "shard_size": ranks}
     took, _ = timed(lambda: directory.commit(partial, "tag", facts, [("0" * 16, "")] * ranks))
-    return took, partial.moved_to(save_dir / "tag").manifest.stat().st_size
+    return took, CheckpointPaths.of(save_dir / "tag", "own").manifest.stat().st_size
 
 
 def measure(ranks: int, count: int, rounds: int, folder: Path) -> dict:

@@ -712,7 +712,7 @@ def test_a_disk_that_is_full_when_latest_is_replaced_does_not_fail_the_save(tmp_
     def full(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with patch.object(directory, "_write_new", full), patch.object(Path, "symlink_to", full), logged() as texts:
+    with patch.object(directory, "write_new", full), patch.object(Path, "symlink_to", full), logged() as texts:
         for number in (2, 3, 4):
             run.save(number)
     assert dist.get_rank() or any("is saved, but" in text and "No space left" in text for text in texts)

@@ -51,7 +51,7 @@ class Staging:
         """The index of the buffer that the next copy tries first, and the number of bytes in use in that buffer."""
 
     def begin(self) -> None:
-        """Start a save. Its copies overwrite those of the previous save."""
+        """Start a save, whose copies overwrite those of the previous save."""
         self._current, self._filled_bytes = 0, 0
 
     def copy_to_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -112,11 +112,6 @@ class _Save:
             self.ended.set()
 
     def raise_if_failed(self) -> None:
-        """Raise the error of the save, if it failed.
-
-        Raises:
-            CheckpointError: the save failed, for example because another rank ended.
-        """
         if isinstance(self._error, Exception) and not isinstance(self._error, FSDP2StrategyError):
             failed = CheckpointError(f"cannot save {self._name}: {self._error}")
             for note in getattr(self._error, "__notes__", []):
@@ -147,20 +142,13 @@ def staging() -> Staging:
 
 
 def save_in_background(name: str, work: Callable[[], None]) -> None:
-    """Wait for the previous save, then run ``work`` in a background thread. See [Note: background saves].
-
-    Collective if the group in use has no background group yet, because the call then creates it.
-    """
+    """Wait for the previous save, then run ``work`` in a background thread; collective as `_background_group` is."""
     wait()
     _in_flight.append(_Save(name, work, _background_group()))
 
 
 def wait() -> None:
-    """Wait until no save is in flight. Not collective; if the save has failed, every rank that calls this raises.
-
-    Raises:
-        CheckpointError: the save failed. Its error is raised only once.
-    """
+    """Wait until no save is in flight, and raise the error of a failed save once; not collective."""
     while _in_flight:
         save = _in_flight[0]
         save.ended.wait()  # if this is interrupted, the save stays in flight
@@ -169,11 +157,7 @@ def wait() -> None:
 
 
 def finish() -> None:
-    """Wait until no save is in flight, and free the host memory; not collective.
-
-    Raises:
-        CheckpointError: see `wait`.
-    """
+    """Wait until no save is in flight, and free the host memory; not collective."""
     try:
         wait()
     finally:
@@ -182,18 +166,12 @@ def finish() -> None:
 
 
 def forget_groups() -> None:
-    """Drop the references to the background process groups; not collective.
-
-    Call it before the default group is destroyed.
-    """
+    """Drop the references to the background process groups, before the default group is destroyed; not collective."""
     _background_groups.clear()
 
 
 def _background_group() -> dist.ProcessGroup:
-    """Return the background group of the group in use, which has the same ranks and time-out.
-
-    Collective if no such group exists yet, because the call then creates it.
-    """
+    """Return the background group of the group in use; collective if none exists yet, because the call creates it."""
     groups, group = _background_groups.setdefault(dist.group.WORLD, {}), group_in_use()
     if group not in groups:
         options: dict[str, Any] = {"backend": "gloo", "timeout": group_timeout()}

@@ -40,7 +40,7 @@ from fsdp2_strategy.hf.skeleton import copy_module_shell, meta_skeleton
 from fsdp2_strategy.hf.transformers_models import inner_model, is_transformers_model
 from fsdp2_strategy.hf.weights_folder import WeightsSource, folder_of, open_folder
 from fsdp2_strategy.model.fsdp_state import class_name
-from fsdp2_strategy.model.names import named_parameters, persistent_buffers
+from fsdp2_strategy.model.names import saved_tensors
 from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.storage.component import Component
 from fsdp2_strategy.storage.json_files import write_text
@@ -72,11 +72,10 @@ class ModelComponents:
     def of(cls, root: nn.Module, paths: CheckpointPaths, left_out: Container[str] | None) -> ModelComponents:
         """Lay out ``model/``, and ``wrapper/`` if a wrapper or adapters have tensors of their own.
 
-        If ``left_out`` is given, lay out only ``trainable/``, with all persistent buffers and all parameters except the
-        frozen weights that ``left_out`` names.
+        With ``left_out``, lay out only ``trainable/``, without the frozen weights that ``left_out`` names.
         """
         if left_out is not None:
-            kept = {name: tensor for name, tensor in _tensors_of(root).items() if name not in left_out}
+            kept = {name: tensor for name, tensor in saved_tensors(root).items() if name not in left_out}
             return cls([Component.of(paths.state / TRAINABLE, kept)], SidecarFiles(paths.model))
         inner = inner_model(root)
         base = without_adapter_modules(inner)
@@ -85,7 +84,7 @@ class ModelComponents:
         components = [Component.of(paths.model, tensors, layout.regions, metadata=layout.metadata)]
         if base is not root:
             inside = {id(tensor) for tensor in (*base.parameters(), *base.buffers())}
-            rest = {name: tensor for name, tensor in _tensors_of(root).items() if id(tensor) not in inside}
+            rest = {name: tensor for name, tensor in saved_tensors(root).items() if id(tensor) not in inside}
             if rest:
                 components.append(Component.of(paths.state / WRAPPER, rest))
         return cls(components, SidecarFiles.of(paths.model, base, layout.regions, folder_of(inner)))
@@ -117,10 +116,7 @@ class FolderContent(Protocol):
 
 @dataclass(frozen=True)
 class SidecarFiles:
-    """A snapshot of the content of the sidecar files in the model's folder.
-
-    An asynchronous save writes these files later, when the trainer may have changed the model.
-    """
+    """A snapshot of the sidecar files: an asynchronous save writes them when the trainer may have changed the model."""
 
     folder: Path
     skeleton: nn.Module | None = None
@@ -154,13 +150,7 @@ class SidecarFiles:
         return self.further.total_bytes if self.further is not None else 0
 
     def write(self, tokenizer: Any) -> None:
-        """Write the sidecar files: configurations, adapter files, those of the layout, tokenizer; one rank calls it.
-
-        Without ``tokenizer``, the tokenizer files are copied from ``source``, and verified if it is in a checkpoint.
-
-        Raises:
-            DamageError: a tokenizer file of that checkpoint does not match its checksum.
-        """
+        """Write the files, and without ``tokenizer`` copies of those in ``source``; one rank calls it."""
         if self.also_in is not None:
             replace(self, folder=self.also_in, also_in=None).write(tokenizer)
         if self.skeleton is not None:
@@ -186,21 +176,14 @@ class SidecarFiles:
                     shutil.copyfile(file, self.folder / file.name)
 
 
-def _tensors_of(root: nn.Module) -> dict[str, torch.Tensor]:
-    return {**named_parameters(root), **persistent_buffers(root)}
-
-
 _TENSOR_LAYOUT = Slot[tuple[object, TensorLayout]]("tensor layout in checkpoints")
 """The last layout of a model. The first element of the tuple describes the tensors it was chosen for."""
 
 
 def cached_tensor_layout(inner: nn.Module, base: nn.Module, tensors: Mapping[str, torch.Tensor]) -> TensorLayout:
-    """Return the tensor layout of ``model/``, cached until a name, shape, dtype or placement of a tensor changes.
+    """Return the layout of ``model/``, cached in the state of ``inner`` until a name, shape, dtype or sharding changes.
 
-    Args:
-        inner: the model; the cached layout is stored in its state.
-        base: the model without its adapters.
-        tensors: the base model's tensors by name.
+    ``base`` is the model without its adapters, and ``tensors`` has its tensors by name.
     """
     key = [(name, tuple(t.shape), t.dtype, getattr(t, "placements", None)) for name, t in tensors.items()]
     cached = model_state(inner).get(_TENSOR_LAYOUT)
@@ -212,17 +195,7 @@ def cached_tensor_layout(inner: nn.Module, base: nn.Module, tensors: Mapping[str
 def match_model(
     root: nn.Module, paths: CheckpointPaths, left_out: Container[str], *, strict: bool
 ) -> tuple[LoadTargets, LoadReport]:
-    """Locate each of a model's tensors in a checkpoint, by reading only headers.
-
-    Args:
-        root: the model.
-        paths: the checkpoint's paths.
-        left_out: names of the frozen weights that the checkpoint omits.
-        strict: raise if the names in the model and in the checkpoint differ.
-
-    Raises:
-        CheckpointError: shapes differ; or ``strict`` is True and names differ.
-    """
+    """Locate a model's tensors in a checkpoint, of which only headers are read; ``left_out`` has names it omits."""
     if (paths.state / TRAINABLE).is_dir():
         found, report = _match_trainable(root, paths, left_out)
     else:
@@ -248,7 +221,7 @@ def _match_trainable(
     root: nn.Module, paths: CheckpointPaths, left_out: Container[str]
 ) -> tuple[LoadTargets, LoadReport]:
     stored = stored_in(paths.state / TRAINABLE, paths)
-    tensors = _tensors_of(root)
+    tensors = saved_tensors(root)
     in_both = {name: tensor for name, tensor in tensors.items() if name in stored}
     report = LoadReport(
         loaded=list(in_both),

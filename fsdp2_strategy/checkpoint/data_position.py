@@ -68,11 +68,7 @@ class DataPosition:
 
     @classmethod
     def of(cls, loader: Any) -> DataPosition:
-        """Read the state of a loader.
-
-        Raises:
-            CheckpointError: the loader lacks ``state_dict`` or ``load_state_dict``, or only pickle can store its state.
-        """
+        """Read the state of a loader, or raise if only pickle could store it."""
         if not hasattr(loader, "state_dict") or not hasattr(loader, "load_state_dict"):
             raise CheckpointError(
                 f"cannot save: the data loader is a {type(loader).__name__}, expected one with state_dict and "
@@ -85,14 +81,8 @@ class DataPosition:
         return cls(entry={"ranks": data_size()}, rank_file=_serialize(state))
 
 
-def check_position(loader: Any, saved: Mapping[str, Any] | None, path: Path, *, any_batch_size: bool = False) -> None:
-    """Check that a loader can continue from the data position in a checkpoint.
-
-    Raises:
-        CheckpointError: the checkpoint has no position; the position is from another kind of loader; or there is one
-            position per rank, and the number of ranks has changed, or ``any_batch_size`` is true.
-        DataError: the position is for another order of samples, or the loader has already delivered batches.
-    """
+def check_position(loader: Any, saved: Mapping[str, Any] | None, path: Path, *, any_batch_size: bool) -> None:
+    """Check that a loader can continue from the data position in a checkpoint."""
     saved = require_saved(saved, "data position", "dataloader=None", path)
     if _is_shared(loader) != ("state" in saved):
         raise CheckpointError(
@@ -115,37 +105,23 @@ def check_position(loader: Any, saved: Mapping[str, Any] | None, path: Path, *, 
         )
 
 
-@dataclass(frozen=True)
-class RankState:
-    """The state of a loader from this rank's file."""
-
-    value: Any
-
-    @classmethod
-    def parse(cls, content: bytes, path: Path) -> RankState:
-        """Parse the content of the file at ``path``.
-
-        Raises:
-            DamageError: it is not the state of a loader.
-        """
-        try:
-            return cls(_deserialize(content, path))
-        except InvalidError as error:
-            raise damage(path, f"the state of the loader is invalid: {error}") from error
-        except RecursionError:
-            raise damage(path, "the state of the loader is nested too deeply") from None
+def parse_rank_state(content: bytes, path: Path) -> Any:
+    """Return the state of a loader from the content of a rank's file, or raise a `DamageError`."""
+    try:
+        return _deserialize(content, path)
+    except InvalidError as error:
+        raise damage(path, f"the state of the loader is invalid: {error}") from error
+    except RecursionError:
+        raise damage(path, "the state of the loader is nested too deeply") from None
 
 
 _MAX_DEPTH = 900
 """Each list or dictionary of a state has two or three levels in the file."""
 
 
-def restore_position(
-    loader: Any, saved: Mapping[str, Any], rank_state: RankState | None, *, any_batch_size: bool = False
-) -> None:
-    """Load a saved position into a loader: ``rank_state``, if this rank has a state of its own."""
-    state = saved["state"] if rank_state is None else rank_state.value
-    loader.load_state_dict(state, **_options(any_batch_size))
+def restore_position(loader: Any, saved: Mapping[str, Any], rank_state: Any, *, any_batch_size: bool) -> None:
+    """Load a saved position into a loader: ``rank_state``, if each rank has a state of its own."""
+    loader.load_state_dict(saved.get("state", rank_state), **_options(any_batch_size))
 
 
 def _options(any_batch_size: bool) -> dict[str, bool]:
@@ -190,11 +166,7 @@ def _serialize(state: Any) -> bytes:
 
 
 def _as_tensor(value: Any) -> tuple[str, torch.Tensor | None]:
-    """Copy bytes, a numeric array or a dense tensor into a tensor.
-
-    Returns:
-        The name of the value's kind, and the copy; None instead of the copy for all other values.
-    """
+    """Return the kind of bytes, a numeric array or a dense tensor, and a copy as a tensor; None for all others."""
     if isinstance(value, bytes):
         return "bytes", torch.from_numpy(np.frombuffer(value, dtype=np.uint8).copy())
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.dtype.isnative:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import re
 from collections.abc import Collection, Iterator
@@ -39,20 +38,14 @@ from fsdp2_strategy.errors import DamageError
 
 _JUNK = re.compile(r"\.nfs[0-9a-f]{8,}|\.DS_Store")
 """Names that file systems give to open files that were deleted, and a file that macOS leaves everywhere."""
+_NOTE = b'{"note": "Rotation deleted the checkpoint in this directory. It kept the files that others had put there."}\n'
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def delete(path: Path, final: Path) -> bool:
-    """Delete our files in a hidden directory; see [Note: files of others]. Not collective: rank 0 calls it.
+    """Delete our files in a hidden directory, and move others to ``final``; return whether it is gone.
 
-    Log a warning if something cannot be deleted now; the next save tries again.
-
-    Args:
-        path: the directory.
-        final: where files of others go.
-
-    Returns:
-        Whether nothing is left at ``path``.
+    See [Note: files of others]. Rank 0 calls it. A failure is only logged: the next save tries again.
     """
     try:
         deletion = _Deletion.of(path)
@@ -68,11 +61,7 @@ def delete(path: Path, final: Path) -> bool:
 
 
 def delete_partial(path: Path) -> bool:
-    """Delete the directory of a save that did not commit, if this package made it; see `delete`.
-
-    Returns:
-        Whether nothing is left at ``path``.
-    """
+    """Delete the directory of a save that did not commit, if this package made it; return whether it is gone."""
     if not _is_partial(path):
         return not exists(path, follow_symlinks=False)
     try:
@@ -127,11 +116,7 @@ class _Deletion:
 
     @classmethod
     def of(cls, path: Path) -> _Deletion:
-        """Find out which files of a directory are ours.
-
-        Raises:
-            OSError: it is a link, or not known to be ours.
-        """
+        """Find out which files of a directory are ours; raise if it is not known to be ours."""
         if not is_directory(path, follow_symlinks=False):
             raise OSError(errno.ENOTDIR, "it is not a directory", str(path))
         manifest = CheckpointPaths.found_in(path).manifest
@@ -146,21 +131,14 @@ class _Deletion:
         return cls(path, frozenset(files), manifest.relative_to(path).as_posix())
 
     def run(self) -> bool:
-        """Delete our files, then the manifest, then the directory.
-
-        Returns:
-            Whether files of others are left.
-
-        Raises:
-            OSError: something cannot be deleted; as much as possible is.
-        """
+        """Delete our files, then the manifest, then the directory; return whether files of others are left."""
         with _opened(self.path) as fd:
             mount = _mount_of(fd)
             has_others = self._delete_in(fd, "", mount)
             if self._failures:
                 raise self._failures[0]
             if has_others and not exists(self.path / ROTATED, follow_symlinks=False):
-                _write_note(fd)
+                write_new(ROTATED, _NOTE, fd)
             if self.manifest is not None:
                 self.files, self.manifest = {self.manifest}, None
                 self._delete_in(fd, "", mount)
@@ -232,22 +210,17 @@ def _mount_of(fd: int) -> str:
         return str(os.fstat(fd).st_dev)
 
 
-def _write_note(fd: int) -> None:
-    """Write the file `ROTATED` into an open directory."""
-    note = {"note": "Rotation deleted the checkpoint in this directory. It kept the files that others had put there."}
-    note_fd = os.open(ROTATED, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644, dir_fd=fd)
-    try:
-        os.write(note_fd, (json.dumps(note) + "\n").encode())
-    finally:
-        os.close(note_fd)
+def write_new(path: str | Path, content: bytes, parent: int | None = None) -> None:
+    """Write and fsync a file that must not exist, nor be a link; ``parent`` is an open directory."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644, dir_fd=parent)
+    with os.fdopen(fd, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(fd)
 
 
 def _move(path: Path, final: Path) -> None:
-    """Move the files of others in a hidden directory to the name of the checkpoint, or into what is there.
-
-    Raises:
-        OSError: something cannot be moved; it stays where it is.
-    """
+    """Move the files of others in a hidden directory to the name of the checkpoint, or into the directory there."""
     if not exists(final, follow_symlinks=False):
         path.rename(final)
         return
@@ -276,11 +249,7 @@ def _move_into(path: Path, final: Path, *, is_top: bool = True) -> None:
 
 
 def hide(path: Path, tag: str, suffix: str) -> Path:
-    """Rename a checkpoint's directory to a hidden name, and return it.
-
-    Raises:
-        OSError: it cannot be renamed, or is a link; it keeps its name.
-    """
+    """Rename a checkpoint's directory to a hidden name, and return it; if it is a link, it keeps its name."""
     hidden = hidden_path(path.parent, tag, suffix)
     path.rename(hidden)
     if not is_directory(hidden, follow_symlinks=False):  # a link took its place a moment ago

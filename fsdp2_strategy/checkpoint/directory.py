@@ -17,13 +17,12 @@ directories that this package made are deleted; links and other directories with
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from fsdp2_strategy.checkpoint.deletion import bytes_in, delete, delete_partial, hide
+from fsdp2_strategy.checkpoint.deletion import bytes_in, delete, delete_partial, hide, write_new
 from fsdp2_strategy.checkpoint.file_schemas import MAX_SEQUENCE, read_small_file
 from fsdp2_strategy.checkpoint.listing import (
     FORMAT,
@@ -37,7 +36,6 @@ from fsdp2_strategy.checkpoint.listing import (
     checkpoints_with_manifest,
     digest_of_manifest,
     hidden_in,
-    hidden_path,
     is_last,
     is_own_directory,
     read_checkpoint,
@@ -70,18 +68,8 @@ def partial_path(save_dir: Path, tag: str) -> Path:
     return save_dir / f".{tag}{PARTIAL}"
 
 
-def free_partial_path(save_dir: Path, tag: str) -> Path:
-    """Return `partial_path`, or another name if something has this one; see [Note: hidden names]."""
-    return hidden_path(save_dir, tag, PARTIAL)
-
-
 def check_replaceable(save_dir: Path, tag: str, partial: CheckpointPaths) -> None:
-    """Raise if a save would replace a file, link or directory that this package did not create; rank 0 calls it.
-
-    Raises:
-        CheckpointError: ``tag`` exists and is not a checkpoint of this package; or, in LeRobot's layout, ``last``
-            exists and is not a link; or another process made the directory to write to.
-    """
+    """Raise if a save would replace a file, link or directory that this package did not create; rank 0 calls it."""
     path = save_dir / tag
     if path.is_symlink():
         raise CheckpointError(
@@ -118,8 +106,7 @@ def make_directory(path: Path) -> None:
 def recover(save_dir: Path) -> None:
     """Rename each ``.replaced`` checkpoint back if nothing has its tag; rank 0 calls it while no save runs.
 
-    If that is not possible, on a file system that is mounted read-only, the checkpoint is listed and loaded under its
-    hidden name.
+    On a file system that is mounted read-only, the checkpoint is listed and loaded under its hidden name.
     """
     for path, tag in _replaced_in(save_dir):
         final = save_dir / tag
@@ -138,10 +125,7 @@ def _replaced_in(save_dir: Path) -> list[tuple[Path, str]]:
 
 
 def delete_leftovers(save_dir: Path) -> None:
-    """Call `recover`, then delete the leftovers of crashed saves and deletions; rank 0 calls it while no save runs.
-
-    What cannot be deleted is logged, and stays until a later save.
-    """
+    """Call `recover`, then delete the leftovers of crashed saves and deletions; rank 0 calls it while no save runs."""
     recover(save_dir)
     for path, tag in _replaced_in(save_dir):
         if read_checkpoint(save_dir / tag) is not None and not (save_dir / tag).is_symlink():
@@ -166,11 +150,7 @@ def _is_own(path: Path) -> bool:
 
 
 def write_checksums(partial: CheckpointPaths, rank: int, blocks: Mapping[Path, Sequence[Block]]) -> tuple[str, str]:
-    """Write the checksum manifest of one rank into ``.partial``, and fsync it.
-
-    Returns:
-        The digest of the checksum manifest, and its SHA-256 digest.
-    """
+    """Write and fsync the checksum manifest of one rank, and return its digest and its SHA-256 digest."""
     content = checksum_manifest({partial.name_of(path): of_file for path, of_file in blocks.items()})
     write_bytes(partial.rank_file(CHECKSUMS, rank), content)
     return digest_of(content), sha256_of(content)
@@ -191,15 +171,7 @@ def commit(
 ) -> None:
     """Commit the checkpoint under ``.partial``; rank 0 calls it after all ranks have written. See [Note: commit].
 
-    Args:
-        partial: the checkpoint's paths under ``.partial``.
-        tag: name of the checkpoint.
-        entries: entries to add to the manifest.
-        digests: the results of `write_checksums`, in the order of ranks.
-        key: the key to sign the manifest with, or None.
-
-    Raises:
-        CheckpointError: rank 0 does not see the checksum manifest of another rank.
+    ``entries`` go into the manifest, which ``key`` signs; ``digests`` are the results of `write_checksums` by rank.
     """
     save_dir, final = partial.root.parent, partial.root.with_name(tag)
     for path in shared_files(partial):  # each rank has already fsynced its own files in the per-rank folders
@@ -245,10 +217,7 @@ def commit(
 
 
 def delete_replaced(save_dir: Path, tag: str) -> None:
-    """Delete the old checkpoint of a tag that was saved again; rank 0 calls it after the commit.
-
-    Files of others in it are moved into the new checkpoint. A failure is only logged.
-    """
+    """Delete the old checkpoint of a tag after the commit of the new one, which gets the files of others."""
     for path, of_tag in _replaced_in(save_dir):
         if of_tag == tag:
             _discard(path, save_dir / tag)
@@ -287,11 +256,7 @@ def warn_of_other_weights(partial: CheckpointPaths, final: Path, step: int) -> N
 
 
 def _weight_blocks(paths: CheckpointPaths) -> dict[str, Any]:
-    """Return the blocks of weights in rank 0's checksum manifest, by file.
-
-    Raises:
-        DamageError: the checksum manifest is invalid.
-    """
+    """Return the blocks of weights in rank 0's checksum manifest, by file."""
     file = paths.rank_file(CHECKSUMS, 0)
     sizes_of_files = {paths.name_of(path): path.stat().st_size for path in paths.root.rglob("*")}
     blocks = parse_checksums(read_small_file(file, CHECKSUMS_BYTES), file, sizes_of_files)["blocks"]
@@ -307,11 +272,8 @@ def _weight_blocks(paths: CheckpointPaths) -> dict[str, Any]:
 def update_latest(newest: CheckpointPaths) -> bool:
     """Point the file ``latest``, or in LeRobot's layout the link ``last``, to a checkpoint, by an atomic rename.
 
-    The other layout's ``last`` or ``latest`` is deleted, because it names an older checkpoint. A failure, for example
-    because the disk is full, is only logged: the checkpoint is committed, and a load does not need the name.
-
-    Returns:
-        Whether the name was updated.
+    The other layout's name is deleted, because it names an older checkpoint. A failure is only logged, and returned as
+    False: the checkpoint is committed, and a load does not need the name.
     """
     save_dir, tag = newest.root.parent, newest.root.name
     name, other = (LAST, LATEST) if newest.is_lerobot else (LATEST, LAST)
@@ -321,7 +283,7 @@ def update_latest(newest: CheckpointPaths) -> bool:
         if newest.is_lerobot:
             temporary.symlink_to(tag)
         else:
-            _write_new(temporary, f"{tag}\n".encode())
+            write_new(temporary, f"{tag}\n".encode())
         temporary.replace(save_dir / name)
         if _is_our_name(save_dir / other):
             (save_dir / other).unlink()
@@ -332,15 +294,6 @@ def update_latest(newest: CheckpointPaths) -> bool:
             temporary.unlink(missing_ok=True)
         return False
     return True
-
-
-def _write_new(path: Path, content: bytes) -> None:
-    """Write and fsync a file that must not exist, nor be a link."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
-    with os.fdopen(fd, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(fd)
 
 
 def _is_our_name(path: Path) -> bool:
@@ -356,16 +309,9 @@ def removed_path(path: Path) -> Path:
 
 
 def remove(checkpoints: Sequence[Path], leftovers: Sequence[Path] = ()) -> list[Path]:
-    """Rename checkpoints to ``.removed``, then delete them in a background thread.
+    """Rename checkpoints to ``.removed``, and return those; then delete them and ``leftovers`` in a background thread.
 
     The rename ensures that no incomplete checkpoint is listed. A failure is only logged: the next save tries again.
-
-    Args:
-        checkpoints: directories of checkpoints.
-        leftovers: renamed directories to delete as well, which an interrupted deletion left.
-
-    Returns:
-        The checkpoints that were renamed.
     """
     renamed: dict[Path, Path] = {}
     for path in checkpoints:

@@ -110,11 +110,7 @@ STATE_OF_ONLY_MODEL = record({**_of_run, **_of_model}, {**_of_run_only, **_may_b
 
 
 def read_small_file(path: Path, max_bytes: int) -> bytes:
-    """Return the content of a file of a checkpoint; symbolic links are not followed.
-
-    Raises:
-        DamageError: the file cannot be read, is not a regular file, or is too large.
-    """
+    """Read a file of a checkpoint, or raise a `DamageError`; symbolic links are not followed."""
     try:
         return read_file(path, max_bytes)
     except OSError as error:
@@ -124,16 +120,7 @@ def read_small_file(path: Path, max_bytes: int) -> bytes:
 
 
 def parse_state(content: bytes, path: Path, schema: Schema) -> dict[str, Any]:
-    """Return the value of a ``trainer_state.json``.
-
-    Args:
-        content: the content of the file.
-        path: the file, for messages.
-        schema: `STATE_OF_RUN`, `STATE_OF_MODEL` or `STATE_OF_ONLY_MODEL`.
-
-    Raises:
-        DamageError: the content does not fit the schema.
-    """
+    """Return the value of the ``trainer_state.json`` at ``path``, or raise a `DamageError`."""
     try:
         state: dict[str, Any] = parse_json(content, schema)
         _check_optimizer(state.get("optimizer"))

@@ -57,7 +57,7 @@ from fsdp2_strategy.hf.transformers_models import outermost_models
 from fsdp2_strategy.model.failed_loads import unusable_unless_done
 from fsdp2_strategy.model.gradients import clear_gradients
 from fsdp2_strategy.model.master_weights import refresh_masters_of
-from fsdp2_strategy.model.names import clean, named_parameters, persistent_buffers
+from fsdp2_strategy.model.names import clean, named_parameters, saved_tensors
 from fsdp2_strategy.model.offloading import check_resident
 from fsdp2_strategy.model.shards import local_shard
 from fsdp2_strategy.model.weight_versions import count_change
@@ -127,11 +127,7 @@ class Foreign:
 
 
 def find_foreign(path: Path, *, trust: bool) -> Foreign | None:
-    """Return the foreign checkpoint at a path, else the one with the highest step in its subfolders, else None.
-
-    Raises:
-        CheckpointError: a foreign checkpoint is found, and ``trust`` is False.
-    """
+    """Return the foreign checkpoint at a path, else the one with the highest step in its subfolders, else None."""
     foreign = _look_for(path)
     if foreign is not None and not trust:
         raise CheckpointError(
@@ -180,11 +176,6 @@ def load_foreign(
     """Load a foreign checkpoint: weights, optimizer state by parameter name, schedule and client state; collective.
 
     A schedule without saved state is advanced to the step in ``meta.json``.
-
-    Raises:
-        CheckpointError: on every rank: names or shapes differ; there is no state for the optimizer; there is neither
-            state for the scheduler nor a step in ``meta.json``; or state that must be restored has no object.
-        OffloadError: the model or optimizer is offloaded. DCP cannot read into offloaded tensors.
     """
     path = foreign.path
     report: dict[str, Any] = {}
@@ -224,17 +215,7 @@ def load_foreign(
 
 
 def export_foreign(foreign: Foreign, output: Path, dtype: torch.dtype | None, sidecar_folder: Path | None) -> None:
-    """Export a foreign checkpoint to a Hugging Face folder, a few tensors at a time; for a single process.
-
-    Args:
-        foreign: the checkpoint.
-        output: a folder that does not exist or is empty.
-        dtype: dtype of the exported floating-point tensors; None to keep the stored dtypes.
-        sidecar_folder: folder to copy the configuration and tokenizer from.
-
-    Raises:
-        CheckpointError: the output is not empty; or the checkpoint has no tensors or cannot be read.
-    """
+    """Export a foreign checkpoint to a Hugging Face folder, a few tensors at a time; for a single process."""
     stored = ForeignTensors(foreign.model)
     if not stored.described:
         raise CheckpointError(
@@ -254,12 +235,8 @@ def export_foreign(foreign: Foreign, output: Path, dtype: torch.dtype | None, si
 
 
 def _open_model(root: nn.Module, foreign: Foreign) -> tuple[ForeignTensors, dict[str, str]]:
-    """Open a checkpoint's model, and give its tensors the names that the installed transformers has for them.
-
-    Returns:
-        The stored tensors; and the model's names of those that were renamed, by their stored names.
-    """
-    own = _tensors_of(root)
+    """Open the model under the names of the installed transformers, and return also the new names by stored name."""
+    own = saved_tensors(root)
     stored = ForeignTensors(foreign.model, own)
     names: dict[str, str] = {}
     for name, model in outermost_models(root).items() if own.keys() - stored.described.keys() else ():
@@ -270,23 +247,11 @@ def _open_model(root: nn.Module, foreign: Foreign) -> tuple[ForeignTensors, dict
     return stored, names
 
 
-def _tensors_of(root: nn.Module) -> dict[str, torch.Tensor]:
-    return {**named_parameters(root), **persistent_buffers(root)}
-
-
 def _match_model(
     root: nn.Module, stored: ForeignTensors, path: Path, *, strict: bool
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Match a model's tensors with those in a checkpoint, by name.
-
-    Returns:
-        The model's tensors whose names are stored; and the fields ``missing``, ``unexpected`` and ``cast`` of a
-        `LoadedCheckpoint`.
-
-    Raises:
-        CheckpointError: shapes differ, or ``strict`` is set and names differ.
-    """
-    tensors = _tensors_of(root)
+    """Return the model's tensors whose names are stored, and fields of the `LoadedCheckpoint`."""
+    tensors = saved_tensors(root)
     aliases = set(root.state_dict())
     missing = tuple(name for name in tensors if name not in stored.described)
     unexpected = tuple(name for name in stored.described if name not in tensors and name not in aliases)
@@ -306,18 +271,8 @@ def _match_optimizer(
 ) -> tuple[ForeignTensors, dict[str, dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
     """Match an optimizer's parameters with the stored state, and allocate tensors to load the state into.
 
-    Args:
-        root: the model.
-        path: the folder or file of the stored state.
-        optimizer: the optimizer.
-        own_names: the model's names of parameters that are stored under others, by stored name.
-        strict: raise if the stored state is for other parameters.
-
-    Returns:
-        The stored tensors; the allocated tensors by parameter name and key; and the same tensors by stored name.
-
-    Raises:
-        CheckpointError: shapes differ; or ``strict`` is set, and the stored state is for other parameters.
+    ``own_names`` has the model's names by stored name. Returns the stored tensors; the allocated tensors by parameter
+    name and key; and the same tensors by stored name.
     """
     keys = ("exp_avg", "step", "momentum_buffer")
     names = [*named_parameters(root), *own_names]
@@ -341,10 +296,7 @@ def _match_optimizer(
 class ForeignTensors:
     """The tensors of one folder or file. Names exclude the checkpoint's prefix, such as ``model.`` or ``module.``.
 
-    Args:
-        path: a folder with ``.metadata``, or a file.
-        wanted: names without prefix that the caller expects. The prefix is inferred from them. If None, the prefix is
-            that of the nested mapping with the most tensors.
+    The prefix is inferred from the names in ``wanted``; without these, it is that of the mapping with the most tensors.
     """
 
     def __init__(self, path: Path, wanted: Iterable[str] | None = None) -> None:
@@ -370,12 +322,7 @@ class ForeignTensors:
         self._stored_names = {name: prefix + name for name in self.described}
 
     def rename(self, names: Mapping[str, str], before: str = "") -> None:
-        """Change names of tensors and of parameters in groups.
-
-        Args:
-            names: the new names, by the present ones.
-            before: for optimizer state, what precedes a parameter's name; the key of the state follows it.
-        """
+        """Change names; in optimizer state, a parameter's name stands between ``before`` and the key of the state."""
         if before:
             tensors = {}
             for full in self.described:
@@ -437,10 +384,7 @@ def _prefix_of_wanted(stored: Iterable[str], wanted: set[str]) -> str:
 
 
 def _most_frequent_prefix(prefixes: Mapping[str, str]) -> str:
-    """Return the prefix of the most names that are not optimizer state.
-
-    If all names with this prefix continue with ``module.``, which DistributedDataParallel adds, include ``module.``.
-    """
+    """Return the prefix of the most names that are not optimizer state, with DistributedDataParallel's ``module.``."""
     counted = Counter(prefix for prefix in prefixes.values() if "optim" not in prefix)
     most = counted.most_common(1)[0][0] if counted else ""
     names = [name for name in prefixes if name.startswith(most)]

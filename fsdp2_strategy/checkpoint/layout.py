@@ -43,17 +43,7 @@ class Layout:
         left_out: Container[str] | None,
         ema: Mapping[str, torch.Tensor] | None,  # noqa: ARG002  for other layouts
     ) -> ModelComponents:
-        """Lay out a model; collective.
-
-        Args:
-            root: the model.
-            paths: the checkpoint's paths.
-            left_out: the names of frozen weights that are not saved; None if all are.
-            ema: averages of parameters by name, or None.
-
-        Raises:
-            CheckpointError: on every rank: the model cannot be saved.
-        """
+        """Lay out a model without the weights that ``left_out`` names; collective. ``ema`` has averages by name."""
         with all_or_none("save", CheckpointError):
             return ModelComponents.of(root, paths, left_out)
 

@@ -1,40 +1,12 @@
 """List the checkpoints of a directory, read their manifests, and say why a checkpoint is missing or unusable.
 
-    <save_dir>/
-      global_step100/            committed: final name and a valid manifest
-        model/                   a Hugging Face folder, or plain safetensors
-        wrapper/                 other tensors of a wrapper around that model, and adapters
-        trainable/               instead of these two: what ``only_trainable`` saves, plain safetensors
-        optimizer/               the optimizer's state, safetensors
-        ema/                     averages of the parameters, if any
-        trainer_state.json       step, schedule, hyper-parameters, client state
-        meta.json                values for other programs, if the trainer passes any
-        rng/                     states of the random generators, one file per rank
-        data/                    states of a data loader if they differ between ranks, one file per rank
-        checksums/               one checksum manifest per rank, with the blocks that it wrote
-        manifest.json            sequence number, size of every file, digests of the checksum manifests; written last
-      global_step105/            a checkpoint of several models
-        actor/                   model/, wrapper/, trainable/, optimizer/, ema/ and trainer_state.json of one model
-        critic/                  the same of another one
-        trainer_state.json       client state and data position of the run
-        manifest.json ...        meta.json, rng/, data/ and checksums/ as above
-      005000/                    the same in LeRobot's layout: see `paths`
-      latest                     name of the newest checkpoint, for people and scripts; a load ignores it
-      last                       in LeRobot's layout, instead of ``latest``: a link to the newest checkpoint
-      .lock                      locked by the run that saves here
-      .global_step110.partial/   a save in flight, or the files of a save that crashed
-      .global_step100.replaced/  the old checkpoint of a tag that is being saved again
-      .global_step90.removed/    a checkpoint that rotation is deleting
-      ..2.global_step90.removed/  the same while the former name is taken by what could not be deleted
-      global_step80/             files that others put into a checkpoint, after rotation deleted the checkpoint
-        rotated.json             says so
+Input: a directory. Output: its committed checkpoints and their manifests. `directory` writes and deletes them.
+"What is in a checkpoint directory" in docs/checkpoints.md has the files, and `paths` their names.
 
 [Note: links] A symbolic link in the directory is never one of its checkpoints: it is not listed, counted, renamed or
 deleted, except for ``last``. A load may name a link; it then reads the checkpoint that the link leads to.
 
 [Note: neighbours] Other people's files and directories may be in the directory. Those that cannot be read are ignored.
-
-Input: a directory. Output: its committed checkpoints and their manifests. `directory` writes and deletes them.
 """
 
 from __future__ import annotations
@@ -147,9 +119,6 @@ def checkpoints_with_manifest(save_dir: Path) -> list[Checkpoint]:
 
     The old checkpoint of a tag is listed under its hidden name as long as no directory has the tag: between the two
     renames of a save, or if a crash left it in a directory that this process cannot write to.
-
-    Raises:
-        CheckpointError: the directory cannot be read.
     """
     found: list[Checkpoint] = []
     for _ in range(_SCANS):
@@ -164,21 +133,13 @@ def checkpoints_with_manifest(save_dir: Path) -> list[Checkpoint]:
 
 
 def folders_in(save_dir: Path) -> list[Path]:
-    """Return the directories that may be checkpoints: those with a plain name, and no links. See [Note: links].
-
-    Raises:
-        CheckpointError: the directory cannot be read.
-    """
+    """Return the directories that may be checkpoints: those with a plain name, and no links. See [Note: links]."""
     paths = (path for path in _entries_of(save_dir) if not path.name.startswith("."))
     return [path for path in paths if is_directory(path, follow_symlinks=False)]
 
 
 def hidden_in(save_dir: Path, suffix: str) -> list[tuple[Path, str]]:
-    """Return the hidden directories with a suffix, such as `PARTIAL`, each with its tag; links are ignored.
-
-    Raises:
-        CheckpointError: the directory cannot be read.
-    """
+    """Return the hidden directories with a suffix, such as `PARTIAL`, each with its tag; links are ignored."""
     found = []
     for path in _entries_of(save_dir):
         name = _HIDDEN_NAME.fullmatch(path.name)
@@ -202,11 +163,7 @@ def hidden_path(save_dir: Path, tag: str, suffix: str) -> Path:
 
 
 def _entries_of(save_dir: Path) -> list[Path]:
-    """Return what is in a directory, sorted by name; nothing if there is no directory.
-
-    Raises:
-        CheckpointError: the directory cannot be read.
-    """
+    """Return what is in a directory, sorted by name; nothing if there is no directory."""
     try:
         return sorted(save_dir.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -304,12 +261,7 @@ def _unreadable(path: Path) -> int | None:
 
 
 def extra_entries(path: Path, files: Iterable[str]) -> list[str]:
-    """Return what others have put into a checkpoint: names of files, and of directories with a slash at the end.
-
-    Args:
-        path: the checkpoint.
-        files: the names of the files in its manifest.
-    """
+    """Return what is in a checkpoint besides ``files``: names of files, and of directories with a slash at the end."""
     own = {*files, CheckpointPaths.found_in(path).manifest.relative_to(path).as_posix()}
     folders = {parent.as_posix() for name in own for parent in PurePosixPath(name).parents}
 
@@ -328,11 +280,7 @@ def extra_entries(path: Path, files: Iterable[str]) -> list[str]:
 
 
 def problem_of(path: Path, key: bytes | None = None) -> str:
-    """Return why a checkpoint is unusable, or "" if it is usable, without reading the content of its files.
-
-    A checkpoint is unusable if its manifest is invalid, if files are missing or have another length, or if there is a
-    key that did not sign its manifest.
-    """
+    """Return why a checkpoint is unusable, or "": by its manifest, its files' lengths, and the signature by ``key``."""
     try:
         manifest = read_manifest(path)
         if key is not None:
@@ -400,10 +348,7 @@ def latest_tag(save_dir: Path) -> str | None:
 
 
 def linked_tag(save_dir: Path, tag: str) -> str | None:
-    """Return the name of the directory in ``save_dir`` that the link ``tag`` leads to; None if there is none.
-
-    The directory may be missing while a save replaces it.
-    """
+    """Return the name of the directory in ``save_dir`` that a link leads to, also while a save replaces it; or None."""
     try:
         target = (save_dir / tag).readlink()
     except (OSError, ValueError):
@@ -439,11 +384,7 @@ def models_in(manifest: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return the manifest of the checkpoint at ``path``, and check its digest, format and schema.
-
-    Raises:
-        DamageError: the manifest is missing or corrupt, or has another format.
-    """
+    """Return the manifest of the checkpoint at ``path``, and check its digest, format and schema."""
     try:
         file = CheckpointPaths.found_in(path).manifest
     except OSError as error:
@@ -481,15 +422,7 @@ def digest_of_manifest(manifest: Mapping[str, Any]) -> str:
 
 
 def check_tag(tag: str, *, reserved: str) -> None:
-    """Check that ``tag`` can name a checkpoint.
-
-    Args:
-        tag: the name.
-        reserved: ``last`` in LeRobot's layout, else ``latest``. ``latest`` is always reserved.
-
-    Raises:
-        CheckpointError: the tag is empty, reserved, a path, or begins with a dot.
-    """
+    """Check that ``tag`` can name a checkpoint; ``reserved`` is ``last`` in LeRobot's layout, else ``latest``."""
     if not isinstance(tag, str):
         raise CheckpointError(
             f"cannot name a checkpoint: tag is {shorten(repr(tag), 60)}, expected a str. Pass others by keyword."

@@ -8,9 +8,10 @@ ranks; see [Note: agreed errors] in `agreement`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,8 +26,8 @@ from fsdp2_strategy.checkpoint.data_position import (
     DataPositionMode,
     Later,
     Loader,
-    RankState,
     check_position,
+    parse_rank_state,
     restore_position,
 )
 from fsdp2_strategy.checkpoint.directory import recover
@@ -64,10 +65,10 @@ from fsdp2_strategy.checkpoint.paths import (
     is_directory,
     names_in,
 )
-from fsdp2_strategy.checkpoint.random_state import RNG_BYTES, check_rng, derive_rng, load_rng
+from fsdp2_strategy.checkpoint.random_state import RNG_BYTES, check_rng, derive_seed, load_rng, seed_everything
 from fsdp2_strategy.checkpoint.reader import Opened, check_structure, open_checkpoint
 from fsdp2_strategy.checkpoint.resumed import record_resume
-from fsdp2_strategy.checkpoint.several_models import ONLY, Models, check_saved_models, for_each, models_by_name
+from fsdp2_strategy.checkpoint.several_models import ONLY, Models, arguments_by_model, check_saved_models
 from fsdp2_strategy.checkpoint.signature import read_key
 from fsdp2_strategy.checkpoint.storage import LoadTargets, read_all, stored_in, targets_by_name
 from fsdp2_strategy.checkpoint.trainable_only import LeftOut
@@ -86,14 +87,7 @@ from fsdp2_strategy.checkpoint.training_state import (
 from fsdp2_strategy.distributed.agreement import all_or_none, check_equal, from_rank_0
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
-from fsdp2_strategy.distributed.process_group import (
-    data_rank,
-    data_size,
-    is_rank_0,
-    rank,
-    sequence_size,
-    world_size,
-)
+from fsdp2_strategy.distributed.process_group import data_rank, data_size, is_rank_0, rank, sequence_size, world_size
 from fsdp2_strategy.errors import ArgumentError, CheckpointError, DamageError, did_you_mean
 from fsdp2_strategy.hf.load_plan import LoadReport
 from fsdp2_strategy.model.failed_loads import unusable_unless_done
@@ -184,63 +178,37 @@ def load_checkpoint(
     background_save.wait()
     _check_options(load_data_position, key_file, verify=verify)
     load_dir = as_path(load_dir, "load")
-    dataloader = dataloader if load_data_position else None
-    models = _requests_of_models(model, optimizer, scheduler, ema, must_restore)
-    for own in models.values():
-        check_schedule_of(own.scheduler, own.optimizer, "load", CheckpointError)
-    is_none = [(name, [each is None for each in own.objects]) for name, own in models.items()]
-    arguments = (
-        str(load_dir),
-        tag,
-        (is_none, dataloader is None),
-        load_data_position,
-        load_model,
-        strict,
-        verify,
-        fallback,
-        trust,
-        [tuple(own.must_restore) for own in models.values()],
-        load_learning_rates,
-        None if key_file is None else str(key_file),
+    request = _LoadRequest(
+        models=_requests_of_models(model, optimizer=optimizer, scheduler=scheduler, ema=ema, must_restore=must_restore),
+        dataloader=dataloader if load_data_position else None,
+        load_dir=load_dir,
+        tag=tag,
+        load_data_position=load_data_position,
+        load_model=load_model,
+        strict=strict,
+        verify=verify,
+        fallback=fallback,
+        trust=trust,
+        load_learning_rates=load_learning_rates,
+        key_file=None if key_file is None else str(key_file),
     )
-    check_equal("load", arguments, CheckpointError, "the same directory, tag and objects to load on all ranks.")
+    for own in request.models.values():
+        check_schedule_of(own.scheduler, own.optimizer, "load", CheckpointError)
+    request.agree_between_ranks()
     repeats = read_repeats()
+    find = functools.partial(_find, load_dir, tag, fallback=fallback, trust=trust)
     with all_or_none(f"find a checkpoint in {load_dir}", CheckpointError):
-        found = _find(load_dir, tag, fallback=fallback, trust=trust) if is_rank_0() else ([], None)
+        found = find() if is_rank_0() else ([], None)
     paths, foreign = from_rank_0(found)
     others = from_rank_0(_other_tags(paths) if is_rank_0() else [])
     with all_or_none("read the key", CheckpointError):
         key = read_key(key_file) if key_file is not None and is_rank_0() else None
     if foreign is not None:
-        _check_unsigned(foreign, key_file)
-        if dataloader is not None and not isinstance(dataloader, Later):
-            require_saved(None, "data position", "dataloader=None", load_dir)
-        check_saved_models(foreign.path, (), models, may_be_fewer=False)
-        own = models[ONLY]
-        return load_foreign(
-            own.model,
-            foreign,
-            own.optimizer,
-            own.scheduler,
-            load_model=load_model,
-            strict=strict,
-            must_restore=own.must_restore,
-        )
+        return _load_foreign(request, foreign)
     if not paths:
         log("no checkpoint in %s: nothing is loaded", load_dir)
         return None
-    request = _LoadRequest(
-        models=models,
-        dataloader=dataloader,
-        load_data_position=load_data_position,
-        load_model=load_model,
-        strict=strict,
-        verify=verify,
-        load_learning_rates=load_learning_rates,
-        is_signed=key_file is not None,
-        key=key,
-    )
-    loaded = _load_first(request, paths, others, lambda: _find(load_dir, tag, fallback=fallback, trust=trust)[0])
+    loaded = _load_first(replace(request, key=key), paths, others, lambda: find()[0])
     log_repeated_reads(repeats)
     return loaded
 
@@ -252,18 +220,9 @@ _LISTS = 3
 def _load_first(
     request: _LoadRequest, paths: Sequence[Path], others: Sequence[str], find_again: Callable[[], list[Path]]
 ) -> LoadedCheckpoint:
-    """Load the first of several checkpoints that is intact; collective.
+    """Load the first of several checkpoints that is intact; collective. An error names the tags of ``others``.
 
     If a run that saves meanwhile deletes or replaces a checkpoint, the list is read again, up to `_LISTS` times in all.
-
-    Args:
-        request: the objects to restore.
-        paths: a checkpoint, and its fallbacks.
-        others: tags of other checkpoints, for an error.
-        find_again: returns the list of checkpoints; called on rank 0.
-
-    Raises:
-        CheckpointError, DamageError: see `load_checkpoint`.
     """
     lists_left = _LISTS - 1
     remaining = list(paths)
@@ -299,11 +258,6 @@ def _load_first(
 
 
 def _check_options(load_data_position: object, key_file: object, *, verify: bool) -> None:
-    """Check the options of a load that do not depend on files.
-
-    Raises:
-        ArgumentError: ``load_data_position`` is invalid, or there is a key and ``verify`` is false.
-    """
     if load_data_position not in (True, False, "samples"):
         raise ArgumentError(
             f"cannot load: load_data_position is {load_data_position!r}, expected True, False or 'samples'."
@@ -315,34 +269,33 @@ def _check_options(load_data_position: object, key_file: object, *, verify: bool
         )
 
 
-def _check_unsigned(foreign: Foreign, key_file: object) -> None:
-    """Raise if there is a key: checkpoints of other systems are not signed.
-
-    Raises:
-        DamageError: there is a key.
-    """
-    if key_file is not None:
+def _load_foreign(request: _LoadRequest, foreign: Foreign) -> LoadedCheckpoint:
+    """Load the checkpoint of another system, which is not signed, and has one model and no data position."""
+    if request.key_file is not None:
         raise DamageError(
             f"cannot trust {foreign.path}: it has no signature, because another system wrote it, expected a checkpoint "
             "that this key signed. Load it without a key file, and save it with one."
         )
+    if request.loader is not None:
+        require_saved(None, "data position", "dataloader=None", request.load_dir)
+    check_saved_models(foreign.path, (), request.models, may_be_fewer=False)
+    own = request.models[ONLY]
+    return load_foreign(
+        own.model,
+        foreign,
+        own.optimizer,
+        own.scheduler,
+        load_model=request.load_model,
+        strict=request.strict,
+        must_restore=own.must_restore,
+    )
 
 
 @collective
 def foreign_training_state(load_dir: str | Path, tag: str | None = None) -> list[str] | None:
-    """Return the training state in the checkpoint of another system that a load would read; collective.
+    """Return which of "optimizer" and "scheduler" another system's checkpoint has, without reading pickles; collective.
 
-    No pickle is read.
-
-    Args:
-        load_dir: as in `load_checkpoint`.
-        tag: as in `load_checkpoint`.
-
-    Returns:
-        Which of "optimizer" and "scheduler" have state; None if a load would find no checkpoint of another system.
-
-    Raises:
-        CheckpointError, DamageError: see `load_checkpoint`.
+    None if a load with these arguments would find no checkpoint of another system.
     """
     load_dir = as_path(load_dir, "load")
     with all_or_none(f"find a checkpoint in {load_dir}", CheckpointError):
@@ -361,52 +314,43 @@ class _ModelRequest:
     ema: Mapping[str, torch.Tensor] | None
     must_restore: Collection[str]
 
-    @property
-    def objects(self) -> Sequence[object]:
-        """The objects to restore with the model."""
-        return self.optimizer, self.scheduler, self.ema
 
-
-def _requests_of_models(
-    models: Models, optimizer: Any, scheduler: Any, ema: Any, must_restore: Any
-) -> dict[str, _ModelRequest]:
-    """Return the request of each model by its name; see `several_models`.
-
-    Raises:
-        ArgumentError: see `models_by_name` and `for_each`.
-    """
-    by_name = models_by_name("load", models)
-    optimizers = for_each("load", "optimizer", by_name, optimizer)
-    schedulers = for_each("load", "scheduler", by_name, scheduler)
-    averages = for_each("load", "ema", by_name, ema)
-    required = for_each("load", "must_restore", by_name, must_restore, is_shared=True)
-    return {
-        name: _ModelRequest(
-            model=model,
-            optimizer=optimizers[name],
-            scheduler=schedulers[name],
-            ema=averages[name],
-            must_restore=required[name] or (),
-        )
-        for name, model in by_name.items()
-    }
+def _requests_of_models(models: Models, **given: Any) -> dict[str, _ModelRequest]:
+    of_each = arguments_by_model("load", models, ("must_restore",), given)
+    return {name: _ModelRequest(**own | {"must_restore": own["must_restore"] or ()}) for name, own in of_each.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class _LoadRequest:
-    """The objects to restore, and options; `load_checkpoint` documents them."""
+    """The arguments of a load; `load_checkpoint` documents them."""
 
     models: Mapping[str, _ModelRequest]
+    """The objects to restore, by the name of their model."""
     dataloader: Loader | Later | None
+    load_dir: Path
+    tag: str | None
     load_data_position: DataPositionMode
     load_model: bool
     strict: bool
     verify: bool
+    fallback: bool
+    trust: bool
     load_learning_rates: bool
-    is_signed: bool
-    """Whether to load only a checkpoint that the key signed."""
-    key: bytes | None = field(repr=False)
+    key_file: str | None
+    """Load only a checkpoint that this key signed."""
+    key: bytes | None = field(default=None, repr=False)
     """The key, on rank 0."""
+
+    def agree_between_ranks(self) -> None:
+        """Raise if the ranks request different loads, or an object is None on some ranks only; collective."""
+        objects = {name: (own.optimizer, own.scheduler, own.ema) for name, own in self.models.items()}
+        arguments = (
+            {name: value for name, value in vars(self).items() if name not in ("models", "dataloader")},
+            [tuple(own.must_restore) for own in self.models.values()],
+            [(name, [each is None for each in own]) for name, own in objects.items()],
+            self.dataloader is None,
+        )
+        check_equal("load", arguments, CheckpointError, "the same directory, tag and objects to load on all ranks.")
 
     @property
     def loader(self) -> Loader | None:
@@ -414,34 +358,44 @@ class _LoadRequest:
         return None if isinstance(self.dataloader, Later) else self.dataloader
 
     @property
-    def continues(self) -> bool:
-        """Whether the run continues: an optimizer is restored, or must be."""
-        return any(own.optimizer is not None or own.must_restore for own in self.models.values())
+    def any_batch_size(self) -> bool:
+        """Whether the position may have been saved with another global batch size."""
+        return self.load_data_position == "samples"
+
+    @property
+    def restores_optimizer(self) -> bool:
+        """Whether an optimizer is restored, so that the run continues."""
+        return any(own.optimizer is not None for own in self.models.values())
 
 
 def _load(request: _LoadRequest, path: Path) -> LoadedCheckpoint:
     opened, of_run = _open(request, path)
     # Raised on every rank, because the manifest and the names are equal on all.
-    check_saved_models(path, models_in(opened.manifest), request.models, may_be_fewer=not request.continues)
+    continues = request.restores_optimizer or any(own.must_restore for own in request.models.values())
+    check_saved_models(path, models_in(opened.manifest), request.models, may_be_fewer=not continues)
     with all_or_none(f"load {path}", DamageError):
-        states = {name: of_run if name == ONLY else opened.state_of_model(name) for name in request.models}
+        states = {name: of_run if name == ONLY else opened.state_of(name) for name in request.models}
         rng, rank_state = _files_of_rank(opened, of_run, request.loader)
     with all_or_none(f"load {path}", CheckpointError):
         models = request.models.items()
-        plans = {name: _plan(own, request, _paths_of(opened, name), states[name]) for name, own in models}
+        plans = {name: _plan(own, request, opened.paths.of_model(name), states[name]) for name, own in models}
         if request.loader is not None:
-            any_batch_size = request.load_data_position == "samples"
-            check_position(request.loader, of_run.get("data"), path, any_batch_size=any_batch_size)
-    frozen = _find_left_out(request, plans, states, path)
+            check_position(request.loader, of_run.get("data"), path, any_batch_size=request.any_batch_size)
+    frozen = []
+    for name, plan in plans.items():
+        left_out = LeftOut.from_json(states[name].get("left_out") if request.load_model else None)
+        frozen.append((plan.root, left_out, left_out.find_differing(plan.root, path, strict=request.strict)))
     with all_or_none(f"load {path}", DamageError):
-        requests, broadcasts = divide_reads(target for plan in plans.values() for target in plan.targets)
+        targets = [target for plan in plans.values() for target in plan.targets]
+        requests, broadcasts = divide_reads(targets)
         if request.verify:
-            opened.read_checksum_manifests(ranges_of(requests))
-        if request.is_signed:  # the other files, which no read below verifies
-            of_tensors = _files_read_in_full(opened, [target for plan in plans.values() for target in plan.targets])
-            rest = [name for name in opened.manifest["files"] if name not in of_tensors]
-            opened.check_files(rest, share=rank(), shares=world_size())
-    with unusable_unless_done(_changed_by(request, plans)):
+            for file, begin, end in ranges_of(requests):
+                opened.checksums.covering(file, begin, end)  # reads the checksum manifests that are needed
+        if request.key_file is not None:
+            _check_other_files(opened, targets)
+    changed: list[nn.Module | Optimizer] = [plan.root for plan in plans.values()] if request.load_model else []
+    changed += [own.optimizer for own in request.models.values() if own.optimizer is not None]
+    with unusable_unless_done(changed):
         with torch.no_grad():
             for plan in plans.values():
                 clear_gradients(plan.root)
@@ -453,47 +407,21 @@ def _load(request: _LoadRequest, path: Path) -> LoadedCheckpoint:
                 left_out.restore(root, differing, path)
         with all_or_none(f"load the run's state from {path}", CheckpointError):
             _restore_state(request, plans, states, of_run, rng=rng, rank_state=rank_state)
-    _log_loaded(request, opened, of_run)
-    for name, plan in plans.items():
-        if request.models[name].optimizer is not None:
-            record_resume(plan.root, name, path, states[name]["step"])
+    _log_loaded(request, opened, plans, states, of_run)
     results = {name: _result(path, of_run, states[name], plan) for name, plan in plans.items()}
     if ONLY in results:
         return results[ONLY]
     return LoadedCheckpoint(path=path, step=of_run["step"], client_state=of_run["client_state"], models=results)
 
 
-def _files_read_in_full(opened: Opened, targets: LoadTargets) -> set[str]:
-    """Return the names of the tensor files of which the ranks together read all tensors."""
+def _check_other_files(opened: Opened, targets: LoadTargets) -> None:
+    """Verify this rank's share of the files of which the ranks together do not read all tensors."""
     read = {(entry.path, entry.offset) for _, region, _ in targets for entry in sources_of(region)}
     of_file = {path: read_header(path).values() for path, _ in read}
     full = (path for path, entries in of_file.items() if all((path, e.offset) in read for e in entries if e.nbytes))
-    return {opened.paths.name_of(path) for path in full}
-
-
-def _find_left_out(
-    request: _LoadRequest, plans: Mapping[str, _LoadPlan], states: Mapping[str, Mapping[str, Any]], path: Path
-) -> list[tuple[nn.Module, LeftOut, LoadTargets]]:
-    """Return for each model the frozen weights that the checkpoint omits, and where those that differ are; collective.
-
-    Raises:
-        CheckpointError: on every rank; see `LeftOut.find_differing`.
-    """
-    found = []
-    for name, plan in plans.items():
-        left_out = LeftOut.from_json(states[name].get("left_out") if request.load_model else None)
-        found.append((plan.root, left_out, left_out.find_differing(plan.root, path, strict=request.strict)))
-    return found
-
-
-def _changed_by(request: _LoadRequest, plans: Mapping[str, _LoadPlan]) -> list[nn.Module | Optimizer]:
-    """Return the models and optimizers that a load changes, and which are unusable if it fails midway."""
-    changed: list[nn.Module | Optimizer] = [plan.root for plan in plans.values()] if request.load_model else []
-    return changed + [own.optimizer for own in request.models.values() if own.optimizer is not None]
-
-
-def _paths_of(opened: Opened, name: str) -> CheckpointPaths:
-    return opened.paths if name == ONLY else opened.paths.of_model(name)
+    names = {opened.paths.name_of(path) for path in full}
+    rest = [name for name in opened.manifest["files"] if name not in names]
+    opened.check_files(rest, share=rank(), shares=world_size())
 
 
 def _result(path: Path, of_run: Mapping[str, Any], state: Mapping[str, Any], plan: _LoadPlan) -> LoadedCheckpoint:
@@ -508,17 +436,24 @@ def _result(path: Path, of_run: Mapping[str, Any], state: Mapping[str, Any], pla
     )
 
 
-def _log_loaded(request: _LoadRequest, opened: Opened, of_run: Mapping[str, Any]) -> None:
-    """Log what was loaded, and what the checkpoint has in addition."""
+def _log_loaded(
+    request: _LoadRequest,
+    opened: Opened,
+    plans: Mapping[str, _LoadPlan],
+    states: Mapping[str, Mapping[str, Any]],
+    of_run: Mapping[str, Any],
+) -> None:
+    """Log what was loaded, what the checkpoint has in addition, and if the models are from different steps."""
     path = opened.paths.root
     log("loaded %s (step %d)", path, of_run["step"])
     for name, own in request.models.items():
-        of_model = _paths_of(opened, name).state
+        of_model = opened.paths.of_model(name).state
         if own.ema is None and request.load_model and (of_model / EMA).is_dir():
             log("%s has averages, which are not loaded: pass ema= to load them", of_model, level=logging.WARNING)
+        if own.optimizer is not None:
+            record_resume(plans[name].root, name, path, states[name]["step"])
     is_position_ignored = request.dataloader is None and request.load_data_position
-    has_optimizer = any(own.optimizer is not None for own in request.models.values())
-    if is_position_ignored and has_optimizer and of_run.get("data"):
+    if is_position_ignored and request.restores_optimizer and of_run.get("data"):
         log("%s has a data position, which is not loaded: pass dataloader= to load it", path, level=logging.WARNING)
 
 
@@ -529,10 +464,9 @@ def _restore_state(
     of_run: Mapping[str, Any],
     *,
     rng: bytes | None,
-    rank_state: RankState | None,
+    rank_state: Any,
 ) -> None:
     """Restore optimizers, schedules, random state and data position, once the tensors are read."""
-    continues = False
     for name, own in request.models.items():
         plan, state = plans[name], states[name]
         if own.optimizer is not None:
@@ -545,44 +479,36 @@ def _restore_state(
                 values,
                 load_learning_rates=request.load_learning_rates,
             )
-            continues = True
         elif request.load_model:
             refresh_masters_of(plan.root)
         if own.scheduler is not None:
             restore_scheduler(own.scheduler, state["scheduler"])
-    if continues and rng is not None:
+    if request.restores_optimizer and rng is not None:
         load_rng(rng)
-    elif continues:
-        derive_rng(of_run["seed"], step=of_run["step"], rank=data_rank(), world_size=data_size())
+    elif request.restores_optimizer:
+        seed_everything(derive_seed(of_run["seed"], of_run["step"], data_rank(), data_size()))
     if request.loader is not None:
-        any_batch_size = request.load_data_position == "samples"
-        restore_position(request.loader, of_run["data"], rank_state, any_batch_size=any_batch_size)
+        restore_position(request.loader, of_run["data"], rank_state, any_batch_size=request.any_batch_size)
 
 
 def _open(request: _LoadRequest, path: Path) -> tuple[Opened, dict[str, Any]]:
-    """Open a checkpoint, and read its ``trainer_state.json``; collective.
-
-    Raises:
-        DamageError: on every rank: the manifest, a file's length, a header or ``trainer_state.json`` is corrupted.
-    """
+    """Open a checkpoint, and read its ``trainer_state.json``; collective."""
     with all_or_none(f"load {path}", DamageError):
         manifest = check_structure(path, request.key) if is_rank_0() else {}
     manifest = from_rank_0(manifest)
     with all_or_none(f"load {path}", DamageError):
         same_ranks = len(manifest["checksums"]) == world_size()
-        opened = open_checkpoint(path, manifest, rank=rank() if same_ranks else None, is_signed=request.is_signed)
+        opened = open_checkpoint(
+            path, manifest, rank=rank() if same_ranks else None, is_signed=request.key_file is not None
+        )
         opened.check_headers()
-        return opened, opened.state_of_run()
+        return opened, opened.state_of()
 
 
-def _files_of_rank(
-    opened: Opened, state: Mapping[str, Any], loader: Loader | None
-) -> tuple[bytes | None, RankState | None]:
-    """Return what this rank's files have: the content of the random state, and the loader's state.
+def _files_of_rank(opened: Opened, state: Mapping[str, Any], loader: Loader | None) -> tuple[bytes | None, Any]:
+    """Return the content of this rank's random state, and its loader's state; None if the number of ranks has changed.
 
-    The first is None if the number of ranks has changed. Ranks that share sequences get the same one, whether or not
-    they did so in the saved run. The second is None if the loader has no file per rank, or the number of data parallel
-    ranks has changed.
+    Ranks that share sequences get the same random state, whether or not they did so in the saved run.
     """
     saved_ranks, rng, data = state["world_size"], None, None
     if saved_ranks == world_size():
@@ -592,7 +518,7 @@ def _files_of_rank(
     data_ranks = (state.get("data") or {}).get("ranks")
     if loader is not None and data_ranks == data_size():
         path = opened.paths.rank_file(DATA, data_rank() * (saved_ranks // data_ranks))
-        data = RankState.parse(opened.read(path, RANK_FILE_BYTES), path)
+        data = parse_rank_state(opened.read(path, RANK_FILE_BYTES), path)
     return rng, data
 
 
@@ -611,11 +537,7 @@ class _LoadPlan:
 
 
 def _plan(own: _ModelRequest, request: _LoadRequest, paths: CheckpointPaths, state: Mapping[str, Any]) -> _LoadPlan:
-    """Compare a checkpoint with the objects to restore, and allocate optimizer state; reads only headers.
-
-    Raises:
-        CheckpointError: names or shapes do not match, or there is no state for an object to restore.
-    """
+    """Compare a checkpoint with the objects to restore, and allocate optimizer state; reads only headers."""
     root = unwrap_and_reshard(own.model)
     given = {"optimizer": own.optimizer, "scheduler": own.scheduler}
     check_restored(own.must_restore, given, [name for name in given if state[name] is not None], paths.root)
@@ -645,13 +567,7 @@ def _plan(own: _ModelRequest, request: _LoadRequest, paths: CheckpointPaths, sta
 
 
 def _find(load_dir: Path, tag: str | None, *, fallback: bool, trust: bool) -> tuple[list[Path], Foreign | None]:
-    """Return the checkpoint to load, followed by its fallbacks, newest first; or a checkpoint of another system.
-
-    Raises:
-        CheckpointError: the tag does not exist; there is only a checkpoint of another system, and it is not trusted; or
-            there is no checkpoint here, but one level above or below.
-        DamageError: the newest checkpoint has no valid manifest, and ``fallback`` is false.
-    """
+    """Return the checkpoint to load, followed by its fallbacks, newest first; or a checkpoint of another system."""
     _check_reachable(load_dir)
     foreign_path = load_dir if tag is None else load_dir / tag
     if tag is None and _is_link_to_checkpoint(load_dir):
@@ -670,11 +586,7 @@ def _find(load_dir: Path, tag: str | None, *, fallback: bool, trust: bool) -> tu
 
 
 def _check_reachable(path: Path) -> None:
-    """Raise if nobody can say whether a directory exists: a run that starts afresh would overwrite its checkpoints.
-
-    Raises:
-        CheckpointError: for example, the server of the file system does not answer.
-    """
+    """Raise if nobody can say whether a directory exists: a run that starts afresh would overwrite its checkpoints."""
     try:
         repeated(path, path.stat)
     except (FileNotFoundError, NotADirectoryError):
@@ -697,22 +609,13 @@ def _is_link_to_checkpoint(path: Path) -> bool:
 
 
 def newest_committed(load_dir: Path) -> Path | None:
-    """Return the checkpoint of a directory that was saved last, or None; rank 0 calls it.
-
-    Raises:
-        DamageError: there are only checkpoints without a valid manifest.
-    """
+    """Return the checkpoint of a directory that was saved last, or None; rank 0 calls it."""
     paths = _committed(load_dir, None, fallback=False) if exists(load_dir) else []
     return paths[0] if paths else None
 
 
 def _committed(load_dir: Path, tag: str | None, *, fallback: bool) -> list[Path]:
-    """Return the checkpoint to load from a directory, followed by its fallbacks; nothing if another system wrote it.
-
-    Raises:
-        CheckpointError: the tag does not exist.
-        DamageError: see `_check_unreadable`.
-    """
+    """Return the checkpoint to load from a directory, followed by its fallbacks; nothing if another system wrote it."""
     if not is_held_elsewhere(load_dir):  # a run that saves there may be in the middle of a commit
         recover(load_dir)
     committed = checkpoints_with_manifest(load_dir)[::-1]
@@ -743,9 +646,6 @@ def _check_unreadable(load_dir: Path, committed: Sequence[Checkpoint], *, fallba
 
     It is the newest if ``latest`` or ``last`` names it. If neither exists, a checkpoint in another system's layout that
     lacks its training state is the newest if its name has the highest step.
-
-    Raises:
-        DamageError: there is such a checkpoint, and ``fallback`` is false.
     """
     latest = latest_tag(load_dir)
     for path in without_manifest(load_dir):
@@ -779,12 +679,7 @@ def _with_advice(error: DamageError, directory: Path, others: Sequence[str]) -> 
 
 
 def _check_nearby(load_dir: Path) -> None:
-    """Raise if a directory without checkpoints is one level off; log a warning if its name is only similar.
-
-    Raises:
-        CheckpointError: there are checkpoints in a subdirectory; the directory is within a checkpoint; or it does not
-            exist, and there are checkpoints next to it.
-    """
+    """Raise if a directory without checkpoints is one level off; log a warning if its name is only similar."""
     nearby = checkpoints_nearby(load_dir)
     if exists(load_dir):
         nearby = [path for path in nearby if path != load_dir.absolute().parent or is_checkpoint(path)]

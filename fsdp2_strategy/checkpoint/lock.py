@@ -37,9 +37,6 @@ def acquire(save_dir: Path) -> None:
     """Acquire the lock of a directory, unless this process already holds it; rank 0 calls it.
 
     If the file system does not support locks, log a warning and continue.
-
-    Raises:
-        CheckpointError: another run holds the lock, or ``.lock`` is not a regular file.
     """
     path = save_dir.resolve() / LOCK
     if path in _held:
@@ -71,11 +68,7 @@ def acquire(save_dir: Path) -> None:
 
 
 def _open(path: Path) -> int:
-    """Open the lock file, which is created if it is missing; a link is not followed.
-
-    Raises:
-        CheckpointError: it is a link, or another kind of file.
-    """
+    """Open or create the lock file; a link is not followed."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
         if stat.S_ISREG(os.fstat(fd).st_mode):
@@ -88,11 +81,7 @@ def _open(path: Path) -> int:
 
 
 def _lock(fd: int) -> None:
-    """Lock an open file without waiting; see [Note: kind of lock].
-
-    Raises:
-        OSError: another process holds the lock, or the file system does not support locks.
-    """
+    """Lock an open file without waiting; see [Note: kind of lock]."""
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FULL_FILE)
     except (AttributeError, OSError) as error:

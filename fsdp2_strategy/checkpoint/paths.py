@@ -96,16 +96,12 @@ class CheckpointPaths:
         return cls.of(root, "lerobot" if is_directory(root / PRETRAINED_MODEL) else "trainer")
 
     def of_model(self, name: str) -> Self:
-        """Return the paths of one of several models; those of the run (manifest, per-rank folders) have no meaning."""
-        return replace(self, model=self.root / name / MODEL, state=self.root / name)
+        """Return the paths of one of several models, without those of the run; of the only one, ``""``, all paths."""
+        return replace(self, model=self.root / name / MODEL, state=self.root / name) if name else self
 
     def of_models(self, names: Collection[str]) -> dict[str, Self]:
-        """Return the paths of each of several models by name; without names, those of the only model, as ``""``."""
-        return {name: self.of_model(name) for name in names} or {"": self}
-
-    def moved_to(self, root: Path) -> Self:
-        """Return the paths of the same checkpoint in another directory."""
-        return self.of(root, self.kind)
+        """Return the paths of each of several models by name; without names, those of the only model, ``""``."""
+        return {name: self.of_model(name) for name in names or ("",)}
 
     @property
     def is_lerobot(self) -> bool:
@@ -114,10 +110,7 @@ class CheckpointPaths:
 
     @property
     def weights(self) -> Path:
-        """The folder that a load reads the weights from.
-
-        This is ``training_state/model/`` if the policy wrote ``pretrained_model/`` itself, else ``model``.
-        """
+        """The folder to load weights from: ``training_state/model/`` if the policy wrote ``model`` itself."""
         own = self.state / MODEL
         return own if is_directory(own) else self.model
 
@@ -227,11 +220,7 @@ def is_model_name(name: object) -> bool:
 
 
 def as_path(value: object, action: str) -> Path:
-    """Return a directory's name as a path; ``~`` at its beginning is the home directory.
-
-    Raises:
-        CheckpointError: it is neither text nor a path, or names the home directory of an unknown user.
-    """
+    """Return a directory's name as a path; ``~`` at its beginning is the home directory."""
     if not isinstance(value, str | os.PathLike):
         shown = "None" if value is None else f"a {type(value).__name__}"
         raise CheckpointError(

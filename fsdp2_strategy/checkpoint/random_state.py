@@ -39,11 +39,7 @@ def rng_content() -> bytes:
 
 
 def check_rng(content: bytes, path: Path) -> None:
-    """Check that a file's content is a result of `rng_content`; the generators are not changed.
-
-    Raises:
-        DamageError: it is not; the message names the file.
-    """
+    """Raise a `DamageError` if the content of the file at ``path`` is not a result of `rng_content`."""
     tensors, _ = tensors_in(content, path)
     for name, (dtype, length, largest) in _TENSORS.items():
         found = tensors.get(name)
@@ -116,14 +112,6 @@ def forked_rng(seed: int) -> Iterator[None]:
         yield
     finally:
         load_rng(before)
-
-
-def derive_rng(seed: int, *, step: int, rank: int, world_size: int) -> None:
-    """Seed this rank's generators for a run that is resumed on another number of ranks.
-
-    The saved states belong to the old ranks and are not used. The new seed depends on the arguments only.
-    """
-    seed_everything(derive_seed(seed, step, rank, world_size))
 
 
 def derive_seed(*numbers: int) -> int:

@@ -54,7 +54,7 @@ from fsdp2_strategy.storage.checksums import Block, CheckedRange, Checksums, dig
 from fsdp2_strategy.storage.file_reads import SourceFile, size_of_file
 from fsdp2_strategy.storage.json_values import from_json_values
 from fsdp2_strategy.storage.safetensors_format import MAX_HEADER_BYTES, Entry, read_header, read_into
-from fsdp2_strategy.storage.schema import InvalidError, Schema
+from fsdp2_strategy.storage.schema import InvalidError
 
 _THREADS = 4
 
@@ -72,35 +72,17 @@ class Opened:
         return path.is_relative_to(self.paths.root) and self.paths.name_of(path) in self.manifest["files"]
 
     def read(self, path: Path, max_bytes: int) -> bytes:
-        """Read a small file, and verify its checksums.
-
-        Raises:
-            DamageError: the file cannot be read, is larger than ``max_bytes``, or a checksum differs.
-        """
+        """Read a small file, and verify its checksums."""
         content = read_small_file(path, max_bytes)
         for checked in self.checksums.covering(path, 0, len(content)):
             checked.check(memoryview(content)[checked.begin : checked.end], path, self.paths.name_of(path))
         return content
 
-    def state_of_run(self) -> dict[str, Any]:
-        """Read the ``trainer_state.json`` of the run, which in a checkpoint of one model is also that of the model.
-
-        Raises:
-            DamageError: the file cannot be read, a checksum differs, or its content does not fit the schema.
-        """
-        schema = STATE_OF_RUN if "models" in self.manifest else STATE_OF_ONLY_MODEL
-        return self._state(self.paths.state / TRAINER_STATE, schema)
-
-    def state_of_model(self, name: str) -> dict[str, Any]:
-        """Read the ``trainer_state.json`` of one of several models.
-
-        Raises:
-            DamageError: see `state_of_run`.
-        """
-        return self._state(self.paths.of_model(name).state / TRAINER_STATE, STATE_OF_MODEL)
-
-    def _state(self, path: Path, schema: Schema) -> dict[str, Any]:
-        state = parse_state(self.read(path, STATE_BYTES), path, schema)
+    def state_of(self, model: str = "") -> dict[str, Any]:
+        """Read and check the ``trainer_state.json`` of one of several models; without a name, that of the run."""
+        of_run = STATE_OF_RUN if "models" in self.manifest else STATE_OF_ONLY_MODEL
+        path = self.paths.of_model(model).state / TRAINER_STATE
+        state = parse_state(self.read(path, STATE_BYTES), path, STATE_OF_MODEL if model else of_run)
         hyper = state.get("optimizer") or {}
         try:
             for coded in (state.get("scheduler"), hyper.get("settings"), hyper.get("values")):
@@ -110,11 +92,7 @@ class Opened:
         return state
 
     def check_headers(self) -> None:
-        """Check all safetensors headers, their checksums, and those of the indexes that list the tensors of each file.
-
-        Raises:
-            DamageError: a file cannot be read, a header is invalid, or a checksum differs.
-        """
+        """Check all safetensors headers and their checksums, and those of the indexes."""
         for name, size in self.manifest["files"].items():
             path = self.paths.root / name
             if path.name.endswith(".safetensors.index.json"):
@@ -140,16 +118,7 @@ class Opened:
             raise DamageError(str(error)) from error
 
     def check_files(self, names: Iterable[str], *, share: int = 0, shares: int = 1) -> None:
-        """Verify the checksums of all bytes of some files, or of a share of their blocks.
-
-        Args:
-            names: the files, by their names in the manifest.
-            share: number of the share that this process verifies.
-            shares: number of shares that the blocks are divided into.
-
-        Raises:
-            DamageError: a file cannot be read, or a checksum differs.
-        """
+        """Verify all blocks of some files, or every one of ``shares`` from the one with number ``share``."""
         ranges = [
             (self.paths.root / name, checked)
             for name in names
@@ -160,15 +129,6 @@ class Opened:
             for problems in pool.map(lambda one: problems_in(one[0], [one[1]]), ranges[share::shares]):
                 for _, problem in problems:
                     raise DamageError(f"cannot load {self.paths.root}: {problem}. Load another checkpoint.")
-
-    def read_checksum_manifests(self, ranges: Iterable[tuple[Path, int, int]]) -> None:
-        """Read the checksum manifests that are needed for byte ranges, which are tuples of file, begin and end.
-
-        Raises:
-            DamageError: a checksum manifest is corrupt, or does not belong to these files.
-        """
-        for path, begin, end in ranges:
-            self.checksums.covering(path, begin, end)
 
 
 def problems_in(path: Path, together: Sequence[CheckedRange]) -> list[tuple[CheckedRange, str]]:
@@ -184,29 +144,14 @@ def problems_in(path: Path, together: Sequence[CheckedRange]) -> list[tuple[Chec
                 for checked, hasher in zip(together, hashers, strict=True):
                     hasher.update(part if len(together) == 1 else part[checked.begin - begin : checked.end - begin])
     except OSError as error:
-        return [(checked, _unreadable(path, checked, error)) for checked in together]
+        why = error.strerror or error
+        return [(c, f"bytes {c.begin} to {c.end} of {path} cannot be read: {why}") for c in together]
     found = zip(together, (hasher.problem(path) for hasher in hashers), strict=True)
     return [(checked, problem) for checked, problem in found if problem]
 
 
-def _unreadable(path: Path, checked: CheckedRange, error: OSError) -> str:
-    return f"bytes {checked.begin} to {checked.end} of {path} cannot be read: {error.strerror or error}"
-
-
 def check_structure(path: Path, key: bytes | None = None) -> dict[str, Any]:
-    """Compare a checkpoint's manifest with its files. Not collective: one rank calls it for all ranks.
-
-    Args:
-        path: the checkpoint's directory.
-        key: check the signature with this key; None to accept a checkpoint without one.
-
-    Returns:
-        The manifest.
-
-    Raises:
-        DamageError: the manifest is invalid, a file is missing or has another length, or the key did not sign the
-            manifest. Other files may be there.
-    """
+    """Compare a manifest with the files and their lengths, and return it; one rank calls it for all ranks."""
     manifest, paths = read_manifest(path), CheckpointPaths.found_in(path)
     try:
         if key is not None:
@@ -227,11 +172,7 @@ def check_structure(path: Path, key: bytes | None = None) -> dict[str, Any]:
 
 
 def _check_folders(paths: CheckpointPaths, manifest: Mapping[str, Any]) -> None:
-    """Raise if there is a component that the manifest does not have: a load decides by the folders that exist.
-
-    Raises:
-        DamageError: the message names the folder.
-    """
+    """Raise if there is a component that the manifest does not have: a load decides by the folders that exist."""
     for own in paths.of_models(models_in(manifest)).values():
         for folder in (own.state / name for name in (MODEL, WRAPPER, TRAINABLE, OPTIMIZER, EMA)):
             prefix = f"{paths.name_of(folder)}/"
@@ -250,17 +191,14 @@ def open_checkpoint(
     key: bytes | None = None,
     is_signed: bool = False,
 ) -> Opened:
-    """Open a checkpoint; not collective.
+    """Open a checkpoint, and call `check_structure` unless ``manifest`` is its result; not collective.
 
     Args:
         path: the checkpoint's directory.
-        manifest: the manifest that `check_structure` returned; None to call `check_structure` here.
+        manifest: the result of `check_structure`, or None.
         rank: this rank, if the checkpoint was saved on as many ranks as now; else None.
         key: check the signature with this key, and verify the digests that it signed.
         is_signed: verify these digests; with ``manifest``, whose signature has been checked.
-
-    Raises:
-        DamageError: see `check_structure`.
     """
     manifest = dict(manifest or check_structure(path, key))
     signed = manifest[SIGNATURE]["checksums"] if is_signed or key is not None else None
@@ -270,11 +208,7 @@ def open_checkpoint(
 
 
 def opened_around(folder: Path) -> Opened | None:
-    """Open the checkpoint that a folder belongs to, such as ``model/``; None if it belongs to none; not collective.
-
-    Raises:
-        DamageError: see `check_structure`.
-    """
+    """Open the checkpoint that a folder belongs to, such as ``model/``; None if it belongs to none; not collective."""
     folder = folder.absolute()
     for root in (folder, folder.parent, folder.parent.parent):  # the layout of Trainer, the others, several models
         if CheckpointPaths.found_in(root).manifest.exists():
@@ -283,15 +217,7 @@ def opened_around(folder: Path) -> Opened | None:
 
 
 def opened_with_headers(path: Path, key: bytes | None = None) -> Opened:
-    """Open a checkpoint, and check the headers and indexes of all its files; not collective.
-
-    Args:
-        path: the checkpoint's directory.
-        key: see `open_checkpoint`.
-
-    Raises:
-        DamageError: see `check_structure` and `Opened.check_headers`.
-    """
+    """Open a checkpoint, and check the headers and indexes of all its files; not collective."""
     opened = open_checkpoint(path, key=key)
     opened.check_headers()
     return opened
@@ -351,11 +277,6 @@ class _ChecksumManifests:
         return range(first, last + 1)
 
     def _read_blocks(self, ranks: Iterable[int]) -> dict[Path, list[Block]]:
-        """Read the checksum manifests of the given ranks.
-
-        Raises:
-            DamageError: a checksum manifest cannot be read, is corrupt, or uses another algorithm.
-        """
         blocks: dict[Path, list[Block]] = {}
         for path in (self.paths.rank_file(CHECKSUMS, rank) for rank in ranks):
             if path in self._failed:  # each file asks again for a manifest that cannot be used
@@ -370,11 +291,7 @@ class _ChecksumManifests:
         return blocks
 
     def _read_manifest(self, path: Path) -> dict[str, list[Block]]:
-        """Return the blocks in a checksum manifest, by the names of files; with SHA-256 digests if they are compared.
-
-        Raises:
-            DamageError: it cannot be read, is corrupt, or is not the file that was signed.
-        """
+        """Return the blocks in a checksum manifest by the names of files, with SHA-256 digests if it is signed."""
         name = self.paths.name_of(path)
         content = read_small_file(path, CHECKSUMS_BYTES)
         expected = self.manifest["checksums"][name]

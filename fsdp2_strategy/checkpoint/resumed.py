@@ -40,16 +40,7 @@ _RESUMED = Slot[_Resumed]("checkpoint that a model was resumed from")
 
 
 def record_resume(root: nn.Module, name: str, path: Path, step: int) -> None:
-    """Record the checkpoint of a model; warn if another model has one of the same directory at another step.
-
-    Not collective.
-
-    Args:
-        root: a model whose optimizer was restored, too.
-        name: its name among several models, or `ONLY`.
-        path: the checkpoint.
-        step: the optimizer steps of the model in it.
-    """
+    """Record the checkpoint of a model; warn if another model has one of the same directory at another step."""
     own = _Resumed(class_name(root) if name == ONLY else f"the model {name!r}", path.absolute(), step)
     model_state(root).set(_RESUMED, own)
     if _of_other_steps(own, root):
@@ -63,14 +54,7 @@ def _of_other_steps(own: _Resumed, root: nn.Module) -> list[_Resumed]:
 
 
 def compare_with_next_directories(model: nn.Module, others: Collection[nn.Module]) -> None:
-    """Warn if one of the other models of a trainer was resumed at another step, from a directory next to this one's.
-
-    Not collective.
-
-    Args:
-        model: a model that was loaded.
-        others: the models of the same trainer.
-    """
+    """Warn if another model of the trainer was resumed at another step, from a directory next to this model's."""
     own = model_state(unwrap_model(model)).get(_RESUMED)
     if own is not None:
         found = [each for other in others if (each := model_state(other).get(_RESUMED)) is not None]

@@ -20,14 +20,9 @@ def checkpoints_to_delete(
 ) -> list[Checkpoint]:
     """Return the checkpoints to delete, oldest first, so that the kept ones are within both limits if possible.
 
-    The newest checkpoint, the best by metric, and protected ones are always kept. Protected ones do not count towards
-    ``max_num``. All checkpoints count towards ``max_mem``, except for copies that somebody made, which are not ours.
-
-    Args:
-        checkpoints: all committed checkpoints of a directory, oldest first.
-        max_num: maximum number of unprotected checkpoints, at least 1; None for no limit.
-        max_mem: maximum total size in GB (10^9 bytes); None for no limit.
-        leftover_bytes: size of former checkpoints that cannot be deleted, which counts towards ``max_mem``.
+    ``checkpoints`` are all of a directory, oldest first. The newest one, the best by metric, and protected ones are
+    always kept. Protected ones do not count towards ``max_num``. All checkpoints and ``leftover_bytes`` count towards
+    ``max_mem`` (GB, 10^9 bytes), except for copies that somebody made, which are not ours.
     """
     checkpoints = [c for c in checkpoints if not c.is_copy]
     # The newest checkpoint with a metric decides whether higher is better. Of equal metrics, the newest counts as best.
@@ -47,11 +42,7 @@ def checkpoints_to_delete(
 
 
 def check_limits(max_num: int | None, max_mem: float | None) -> None:
-    """Check that the limits are valid.
-
-    Raises:
-        CheckpointError: ``max_num`` is not an integer of at least 1, or ``max_mem`` is not a number above 0.
-    """
+    """Raise if ``max_num`` is no integer of at least 1, or ``max_mem`` no number above 0."""
     if max_num is not None and (not isinstance(max_num, int) or isinstance(max_num, bool) or max_num < 1):
         raise CheckpointError(
             f"cannot save: max_num is {max_num!r}, expected an integer of at least 1. Pass None for no limit."
@@ -64,11 +55,7 @@ def check_limits(max_num: int | None, max_mem: float | None) -> None:
 
 
 def check_space(save_dir: Path, needed_bytes: int, max_mem: float | None) -> None:
-    """Check that a checkpoint fits, before its files are written; rank 0 calls it.
-
-    Raises:
-        CheckpointError: the checkpoint is larger than ``max_mem`` or than the free disk space.
-    """
+    """Check that a checkpoint fits, before its files are written; rank 0 calls it."""
     if max_mem is not None and needed_bytes > max_mem * GB:
         raise CheckpointError(
             f"cannot save: the checkpoint takes {needed_bytes / GB:.3f} GB, expected at most max_mem = {max_mem} GB. "

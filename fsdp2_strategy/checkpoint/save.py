@@ -7,16 +7,14 @@ Each phase succeeds or raises on all ranks; see [Note: agreed errors] in `agreem
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -40,8 +38,8 @@ from fsdp2_strategy.checkpoint.paths import (
 )
 from fsdp2_strategy.checkpoint.random_state import rng_content
 from fsdp2_strategy.checkpoint.rotation import check_space, checkpoints_to_delete
-from fsdp2_strategy.checkpoint.save_request import SaveRequest
-from fsdp2_strategy.checkpoint.several_models import ONLY, Models, for_each, models_by_name
+from fsdp2_strategy.checkpoint.save_request import ModelObjects, SaveRequest, objects_of_models
+from fsdp2_strategy.checkpoint.several_models import ONLY, Models
 from fsdp2_strategy.checkpoint.signature import read_key
 from fsdp2_strategy.checkpoint.storage import stage_gathered, stage_local, write_components
 from fsdp2_strategy.checkpoint.trainable_only import LeftOut
@@ -163,12 +161,18 @@ def save_checkpoint(
         raise CheckpointError(
             f"cannot save: layout is {layout!r}, expected a LeRobotLayout, a TrainerLayout or None. Construct one."
         )
-    models = _objects_of_models(model, step, optimizer, scheduler, tokenizer=tokenizer, ema=ema, loss_scale=loss_scale)
+    models = objects_of_models(
+        model, step=step, optimizer=optimizer, scheduler=scheduler, tokenizer=tokenizer, ema=ema, loss_scale=loss_scale
+    )
     steps = {name: own.step for name, own in models.items()}
     request = SaveRequest(
+        models=models,
+        steps=steps,
+        dataloader=dataloader,
+        client_state=client_state or {},
+        seed=seed,
         save_dir=as_path(save_dir, "save"),
         tag=layout.tag(max(steps.values())) if tag is None else tag,
-        steps=steps,
         max_num=max_num,
         max_mem=max_mem,
         save_latest=save_latest,
@@ -183,33 +187,22 @@ def save_checkpoint(
     )
     for own in models.values():
         check_schedule_of(own.scheduler, own.optimizer, "save", CheckpointError)
-    request.agree_between_ranks(
-        {name: own.loss_scale for name, own in models.items()},
-        [dataloader, *(each for own in models.values() for each in (own.optimizer, own.scheduler, own.ema))],
-    )
+    request.agree_between_ranks()
     with all_or_none("save", CheckpointError):
-        request.check(own.tokenizer for own in models.values())
-        for name, own in models.items():
-            root = unwrap_and_reshard(own.model)
-            check_tokenizer(root, own.tokenizer)
-            check_usable(root)
-            # Snapshot of the tokenizer: the caller may change it during the background write.
-            kept = own.tokenizer if not async_save else copy.deepcopy(own.tokenizer) if is_rank_0() else None
-            models[name] = replace(own, model=root, tokenizer=kept)
+        request.check()
+        request = _with_sharded_modules(request)
         if async_save:
             request = request.snapshot()
     path, request = request.path, request.resolved()
-    laid_out = {name: _lay_out(name, own, request) for name, own in models.items()}
+    laid_out = {name: _lay_out(request, name) for name in models}
     staging = background_save.staging()
     with all_or_none("save", CheckpointError):
-        plan = _plan(models, laid_out, request, client_state=client_state or {}, seed=seed, dataloader=dataloader)
+        plan = _plan(request, laid_out)
         if async_save:
             staging.begin()
             plan = replace(plan, components=stage_local(plan.components, staging.copy_to_host))
     if plan.data is not None:
-        check_equal(
-            "save", plan.data.entry, CheckpointError, "loaders at the same position. Save after the same batch."
-        )
+        check_equal("save", plan.data, CheckpointError, "loaders at the same position. Save after the same batch.")
     if async_save:
         plan = replace(plan, components=stage_gathered(plan.components, staging.copy_to_host))
         background_save.save_in_background(str(request.path), functools.partial(_execute, plan))
@@ -218,46 +211,27 @@ def save_checkpoint(
     return path
 
 
-@dataclass(frozen=True, kw_only=True)
-class _ModelObjects:
-    """A model, and what is saved with it; `save_checkpoint` documents the fields."""
-
-    model: nn.Module
-    step: int
-    optimizer: Optimizer | None
-    scheduler: LRScheduler | None
-    tokenizer: Any
-    ema: Mapping[str, torch.Tensor] | None
-    loss_scale: dict[str, Any] | None
+def _with_sharded_modules(request: SaveRequest) -> SaveRequest:
+    """Unwrap the models, and check that they and their tokenizers can be saved."""
+    models = {}
+    for name, own in request.models.items():
+        root = unwrap_and_reshard(own.model)
+        check_tokenizer(root, own.tokenizer)
+        check_usable(root)
+        models[name] = replace(own, model=root)
+    return replace(request, models=models)
 
 
-def _objects_of_models(models: Models, step: Any, optimizer: Any, scheduler: Any, **others: Any) -> dict[str, Any]:
-    """Return the objects of each model by its name; see `several_models`.
-
-    Raises:
-        ArgumentError: see `models_by_name` and `for_each`.
-    """
-    by_name = models_by_name("save", models)
-    given = {"step": step, "optimizer": optimizer, "scheduler": scheduler, **others}
-    shared = ("step", "tokenizer")
-    of_each = {what: for_each("save", what, by_name, value, is_shared=what in shared) for what, value in given.items()}
-    objects: dict[str, Any] = {}
-    for name, model in by_name.items():
-        own = {what: values[name] for what, values in of_each.items()}
-        objects[name] = _ModelObjects(model=model, **own | {"step": own["step"] or 0})
-    return objects
+_LaidOut = tuple[CheckpointPaths, ModelComponents, LeftOut | None]
+"""The paths of a model, its components, and what is left out."""
 
 
-def _lay_out(
-    name: str, own: _ModelObjects, request: SaveRequest
-) -> tuple[CheckpointPaths, ModelComponents, LeftOut | None]:
-    """Return the paths of a model, its components, and what is left out; collective."""
-    root, layout, paths = own.model, request.layout, request.partial_paths
-    if name != ONLY:
-        paths = paths.of_model(name)
-    only_trainable = request.only_trainable or (layout.needs_adapters_only and is_peft_model(root))
-    left_out = LeftOut.of(root) if only_trainable else None
-    return paths, layout.components(root, paths, left_out.weights if left_out else None, own.ema), left_out
+def _lay_out(request: SaveRequest, name: str) -> _LaidOut:
+    """Lay out one of the models; collective."""
+    own, layout, paths = request.models[name], request.layout, request.partial_paths.of_model(name)
+    only_trainable = request.only_trainable or (layout.needs_adapters_only and is_peft_model(own.model))
+    left_out = LeftOut.of(own.model) if only_trainable else None
+    return paths, layout.components(own.model, paths, left_out.weights if left_out else None, own.ema), left_out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,76 +244,64 @@ class _SavePlan:
     """The sidecar files of each model, with its tokenizer."""
     json_files: dict[Path, str]
     """Content by path."""
-    rng: bytes
-    data: DataPosition | None
+    rank_files: dict[Path, bytes]
+    """Content of this rank's files by path: the random state first, then the loader's state if each rank has one."""
+    data: dict[str, Any] | None
+    """The position of the loader, as far as it is the same on every rank."""
     key: bytes | None = field(repr=False)
     """The key to sign with, on rank 0."""
     shard_sizes: dict[str, int]
     """By the name of the model."""
 
 
-def _plan(
-    models: Mapping[str, _ModelObjects],
-    laid_out: Mapping[str, tuple[CheckpointPaths, ModelComponents, LeftOut | None]],
-    request: SaveRequest,
-    *,
-    client_state: dict[str, Any],
-    seed: int,
-    dataloader: Loader | None,
-) -> _SavePlan:
-    """Collect the content of the checkpoint, and check that it can be saved.
-
-    Args:
-        models: the objects to save by the name of the model, with sharded root modules.
-        laid_out: the results of `_lay_out`.
-        request: the arguments of the save.
-        client_state, seed, dataloader: arguments of `save_checkpoint`.
-
-    Raises:
-        CheckpointError: a value cannot be saved, or a failed load left an optimizer unusable.
-    """
-    check_json(client_state, "client_state")
+def _plan(request: SaveRequest, laid_out: Mapping[str, _LaidOut]) -> _SavePlan:
+    """Collect the content of the checkpoint, and check that it can be saved."""
+    check_json(request.client_state, "client_state")
     key = read_key(request.key_file) if request.key_file is not None and is_rank_0() else None
     components: list[Component] = []
     sidecars: list[tuple[SidecarFiles, Any]] = []
     states: dict[str, dict[str, Any]] = {}
-    for name, own in models.items():
+    for name, own in request.models.items():
         paths, on_disk, left_out = laid_out[name]
         of_training, states[name] = _training_state(own, paths, left_out)
         components += [*on_disk.components, *of_training]
         sidecars.append((on_disk.sidecars, own.tokenizer))
-    data = DataPosition.of(dataloader) if dataloader is not None else None
-    of_run = {"step": request.step, "seed": seed, "world_size": world_size(), "client_state": client_state}
-    versions = {"torch": torch.__version__, "transformers": version("transformers")}
-    rest = {"data": data.entry if data else None, "versions": versions}
-    shard_sizes = {name: shard_size_of_model(own.model) for name, own in models.items()}
-    folder = request.partial_paths.state
-    json_files = {folder / name: text for name, text in request.json_files(max(shard_sizes.values())).items()}
-    if ONLY in models:
-        json_files[folder / TRAINER_STATE] = as_json({**of_run, **states[ONLY], **rest})
-    else:
-        json_files[folder / TRAINER_STATE] = as_json({**of_run, **rest})
-        json_files |= {laid_out[name][0].state / TRAINER_STATE: as_json(state) for name, state in states.items()}
+    data = DataPosition.of(request.dataloader) if request.dataloader is not None else None
+    of_run = {
+        "step": request.step,
+        "seed": request.seed,
+        "world_size": world_size(),
+        "client_state": request.client_state,
+        **states.get(ONLY, {}),
+        "data": data.entry if data else None,
+        "versions": {"torch": torch.__version__, "transformers": version("transformers")},
+    }
+    partial = request.partial_paths
+    rank_files = {partial.rank_file(RNG, rank()): rng_content()}
+    if data is not None and data.rank_file is not None:
+        rank_files[partial.rank_file(DATA, rank())] = data.rank_file
+    shard_sizes = {name: shard_size_of_model(own.model) for name, own in request.models.items()}
+    json_files = {partial.state / name: text for name, text in request.json_files(max(shard_sizes.values())).items()}
+    json_files[partial.state / TRAINER_STATE] = as_json(of_run)
+    for name, state in states.items():
+        if name != ONLY:
+            json_files[laid_out[name][0].state / TRAINER_STATE] = as_json(state)
     return _SavePlan(
-        request=request,
-        components=[replace(each, is_signed=request.key_file is not None) for each in components],
+        request=request.without_objects(),
+        components=[replace(each, is_signed=request.is_signed) for each in components],
         sidecars=sidecars,
         json_files=json_files,
-        rng=rng_content(),
-        data=data,
+        rank_files=rank_files,
+        data=data.entry if data else None,
         key=key,
         shard_sizes=shard_sizes,
     )
 
 
 def _training_state(
-    own: _ModelObjects, paths: CheckpointPaths, left_out: LeftOut | None
+    own: ModelObjects, paths: CheckpointPaths, left_out: LeftOut | None
 ) -> tuple[list[Component], dict[str, Any]]:
-    """Return the components of a model's optimizer and averages, and its entries of ``trainer_state.json``.
-
-    Raises:
-        CheckpointError: a value cannot be saved, or a failed load left the optimizer unusable.
-    """
+    """Return the components of a model's optimizer and averages, and its entries of ``trainer_state.json``."""
     components: list[Component] = []
     hyper = None
     if own.optimizer is not None:
@@ -354,7 +316,7 @@ def _training_state(
     state = {
         "step": own.step,
         "loss_scale": own.loss_scale,
-        "left_out": left_out.as_json() if left_out else None,
+        "left_out": asdict(left_out) if left_out else None,
         "scheduler": schedule,
         "optimizer": hyper,
     }
@@ -365,7 +327,7 @@ def _execute(plan: _SavePlan) -> None:
     """Write, commit and rotate; collective. An asynchronous save runs it in the background."""
     request, save_dir = plan.request, plan.request.save_dir
     partial = request.partial_paths
-    final = partial.moved_to(request.path)
+    final = CheckpointPaths.of(request.path, partial.kind)
     _create_folders(plan)  # outside the try block: if it raises, another run may own the ``.partial`` directory
     try:
         digests = _write(plan)
@@ -400,14 +362,7 @@ def _rotate(request: SaveRequest, final: CheckpointPaths) -> None:
 
 
 def _create_folders(plan: _SavePlan) -> None:
-    """Lock ``save_dir``, delete leftovers of crashed runs, and create folders for files of no component; collective.
-
-    `write_components` creates the folders of the components.
-
-    Raises:
-        CheckpointError: on every rank: another run saves into the directory, the save would replace something that is
-            no checkpoint, or the checkpoint is too large.
-    """
+    """Lock ``save_dir``, delete leftovers of crashed runs, and create folders for files of no component; collective."""
     request, paths = plan.request, plan.request.partial_paths
     with all_or_none(f"save into {request.save_dir}", CheckpointError):
         if is_rank_0():
@@ -419,26 +374,19 @@ def _create_folders(plan: _SavePlan) -> None:
             needed_bytes = sum(component.total_bytes for component in plan.components)
             needed_bytes += sum(sidecars.total_bytes for sidecars, _ in plan.sidecars)
             check_space(request.save_dir, needed_bytes, request.max_mem)
-            for folder in (RNG, CHECKSUMS, *([DATA] if plan.data and plan.data.rank_file is not None else [])):
-                (paths.state / folder).mkdir(parents=True)
+            for folder in [*(path.parent for path in plan.rank_files), paths.state / CHECKSUMS]:
+                folder.mkdir(parents=True)
             if paths.is_lerobot:
                 paths.model.mkdir()
 
 
 def _write(plan: _SavePlan) -> list[tuple[str, str]]:
-    """Write all files except the manifest; collective.
-
-    Returns:
-        On rank 0, the digests of all ranks' checksum manifests; an empty list on other ranks.
-    """
-    paths, tag, is_signed = plan.request.partial_paths, plan.request.tag, plan.request.key_file is not None
+    """Write all files except the manifest; return on rank 0 the digests of the checksum manifests; collective."""
+    paths, tag, is_signed = plan.request.partial_paths, plan.request.tag, plan.request.is_signed
     with all_or_none(f"write {tag}", CheckpointError):
         blocks = write_components(plan.components)
     with all_or_none(f"write the files of {tag} that are in no component", CheckpointError):
-        rank_files = {paths.rank_file(RNG, rank()): plan.rng}
-        if plan.data is not None and plan.data.rank_file is not None:
-            rank_files[paths.rank_file(DATA, rank())] = plan.data.rank_file
-        for path, content in rank_files.items():
+        for path, content in plan.rank_files.items():
             write_bytes(path, content)
             blocks[path] = blocks_of(content, is_signed=is_signed)
         if is_rank_0():
@@ -463,11 +411,7 @@ def wait_for_checkpoint() -> None:
 
 
 def end_saving() -> None:
-    """Wait for saves and deletions, and release this process's locks; not collective, but call it on every rank.
-
-    Raises:
-        CheckpointError: see `wait_for_checkpoint`.
-    """
+    """Wait for saves and deletions, and release this process's locks; not collective, but call it on every rank."""
     try:
         background_save.finish()
     finally:

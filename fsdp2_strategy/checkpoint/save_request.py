@@ -1,4 +1,4 @@
-"""Check the options of a save: directory, tag, limits of rotation, layout.
+"""Hold and check the arguments of a save.
 
 Input: the arguments of `save_checkpoint`. Output: the checked arguments, and values for the manifest and JSON files.
 """
@@ -8,17 +8,22 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from fsdp2_strategy.checkpoint import directory
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from fsdp2_strategy.checkpoint.data_position import Loader
 from fsdp2_strategy.checkpoint.layout import Layout
-from fsdp2_strategy.checkpoint.listing import check_tag
+from fsdp2_strategy.checkpoint.listing import PARTIAL, check_tag, hidden_path
 from fsdp2_strategy.checkpoint.paths import META, CheckpointPaths
 from fsdp2_strategy.checkpoint.rotation import check_limits
-from fsdp2_strategy.checkpoint.several_models import ONLY
+from fsdp2_strategy.checkpoint.several_models import ONLY, Models, arguments_by_model
 from fsdp2_strategy.distributed.agreement import check_equal, from_rank_0
 from fsdp2_strategy.distributed.process_group import is_rank_0, world_size
 from fsdp2_strategy.errors import CheckpointError
@@ -26,24 +31,64 @@ from fsdp2_strategy.storage.json_files import as_json, check_json
 
 
 @dataclass(frozen=True, kw_only=True)
-class SaveRequest:
-    """The arguments of `save_checkpoint` without the objects to save. `save_checkpoint` documents them."""
+class ModelObjects:
+    """A model, and what is saved with it; `save_checkpoint` documents the fields."""
 
-    save_dir: Path
-    tag: str
+    model: nn.Module
+    step: int
+    optimizer: Optimizer | None
+    scheduler: LRScheduler | None
+    tokenizer: Any
+    ema: Mapping[str, torch.Tensor] | None
+    loss_scale: dict[str, Any] | None
+
+
+def objects_of_models(models: Models, **given: Any) -> dict[str, ModelObjects]:
+    """Return what is saved with each model, by its name; see `several_models`."""
+    of_each = arguments_by_model("save", models, ("step", "tokenizer"), given)
+    return {name: ModelObjects(**own | {"step": own["step"] or 0}) for name, own in of_each.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveRequest:
+    """The arguments of `save_checkpoint`."""
+
+    models: Mapping[str, ModelObjects]
+    """What is saved with each model, by its name; empty once the content of the checkpoint is collected."""
     steps: Mapping[str, int]
-    """Optimizer steps of each model; see `several_models`."""
+    """Optimizer steps of each model."""
+    dataloader: Loader | None
+    """The loader whose position is saved."""
+    client_state: dict[str, Any]
+    """JSON content, of which rank 0's is saved."""
+    seed: int
+    """A load on another number of ranks derives the random state from it."""
+    save_dir: Path
+    """Directory of all checkpoints of the run."""
+    tag: str
+    """Name of the checkpoint."""
     max_num: int | None
+    """Maximum number of unprotected checkpoints in ``save_dir``."""
     max_mem: float | None
+    """Maximum total size of the checkpoints in ``save_dir``, in GB (10^9 bytes)."""
     save_latest: bool
+    """Whether to point ``latest`` or ``last`` to the checkpoint."""
     protect: bool
+    """Whether to exclude the checkpoint from rotation."""
     metric: float | None
+    """Quality of the checkpoint."""
     higher_is_better: bool
+    """Whether a higher ``metric`` is better."""
     async_save: bool
+    """Whether to write, commit and rotate in a background thread."""
     only_trainable: bool
+    """Whether to omit frozen weights that a load can restore from elsewhere."""
     meta: Mapping[str, Any] | None
+    """JSON content of ``meta.json``."""
     layout: Layout
-    key_file: str | Path | None = None
+    """The layout, with the further files to save."""
+    key_file: str | Path | None
+    """The key to sign with, which only rank 0 reads."""
     partial: str = ""
     """Name of the directory that the ranks write to before the commit; see [Note: hidden names] in `directory`."""
 
@@ -57,33 +102,28 @@ class SaveRequest:
         """The checkpoint's directory after the commit."""
         return self.save_dir / self.tag
 
-    def agree_between_ranks(self, loss_scales: object, objects: Sequence[object]) -> None:
-        """Raise if the ranks request different saves; collective.
+    @property
+    def is_signed(self) -> bool:
+        """Whether the checkpoint is signed."""
+        return self.key_file is not None
 
-        Args:
-            loss_scales: the states of the loss scales, which must be the same on all ranks.
-            objects: the objects to save. Each must be None on all ranks or on none.
-
-        Raises:
-            CheckpointError: on every rank: the requests differ.
-        """
-        others = {name: value for name, value in vars(self).items() if name not in ("save_dir", "layout")}
+    def agree_between_ranks(self) -> None:
+        """Raise if the ranks request different saves, or an object is None on some ranks only; collective."""
+        models = self.models.values()
+        own_to_ranks = ("save_dir", "layout", "models", "dataloader", "client_state", "seed")
+        objects = [self.dataloader, *(each for own in models for each in (own.optimizer, own.scheduler, own.ema))]
         arguments = (
             str(self.save_dir),
             self.layout.shared_values(),
-            others,
-            loss_scales,
-            tuple(given is None for given in objects),
+            {name: value for name, value in vars(self).items() if name not in own_to_ranks},
+            [own.loss_scale for own in models],
+            [given is None for given in objects],
         )
         expected = "the same directory, tag, step, limits and objects to save on all ranks. Pass the same arguments."
         check_equal("save", arguments, CheckpointError, expected)
 
-    def check(self, tokenizers: Iterable[object]) -> None:
-        """Check the options that do not depend on the model; not collective.
-
-        Raises:
-            CheckpointError: the tag, a limit, the metric, a tokenizer, the layout or ``meta`` is invalid.
-        """
+    def check(self) -> None:
+        """Check the options that do not depend on the model."""
         if self.layout.kind != "own" and ONLY not in self.steps:
             raise CheckpointError(
                 f"cannot save the models {', '.join(self.steps)} in the layout of {type(self.layout).__name__}: it has "
@@ -93,7 +133,8 @@ class SaveRequest:
         check_limits(self.max_num, self.max_mem)
         if self.metric is not None and not math.isfinite(self.metric):
             raise CheckpointError(f"cannot save: metric is {self.metric}, expected a finite number. Pass metric=None.")
-        if self.only_trainable and any(each is not None for each in tokenizers) and self.layout.kind == "own":
+        has_tokenizer = any(own.tokenizer is not None for own in self.models.values())
+        if self.only_trainable and has_tokenizer and self.layout.kind == "own":
             raise CheckpointError(
                 "cannot save the tokenizer: only_trainable is True, expected a checkpoint with a folder for "
                 "from_pretrained. Omit the tokenizer, or save the full model."
@@ -106,19 +147,19 @@ class SaveRequest:
         check_json(self.meta, "meta")
 
     def snapshot(self) -> Self:
-        """Return a request with a copy of the layout's objects; on other ranks than 0, return the request itself.
+        """Copy the tokenizers and the layout on rank 0, which writes them when the trainer may have changed them."""
+        kept = copy.deepcopy if is_rank_0() else lambda _: None
+        models = {name: replace(own, tokenizer=kept(own.tokenizer)) for name, own in self.models.items()}
+        return replace(self, models=models, layout=copy.deepcopy(self.layout) if is_rank_0() else self.layout)
 
-        Rank 0 writes these objects later, when the trainer may have changed the originals.
-        """
-        return replace(self, layout=copy.deepcopy(self.layout)) if is_rank_0() else self
+    def without_objects(self) -> Self:
+        """Drop the references to the objects, so that a background save does not keep them in memory."""
+        return replace(self, models={}, dataloader=None, client_state={})
 
     def resolved(self) -> Self:
-        """Return a request for the directory itself if ``save_dir`` is a link, or a relative path; collective.
-
-        The link, or the working directory, may change while a background save writes.
-        """
+        """Return a request for the real path: a link may change while a background save writes; collective."""
         save_dir = Path(os.path.realpath(self.save_dir))
-        free = directory.free_partial_path(save_dir, self.tag).name if is_rank_0() else ""
+        free = hidden_path(save_dir, self.tag, PARTIAL).name if is_rank_0() else ""
         return replace(self, save_dir=save_dir, partial=from_rank_0(free))
 
     @property

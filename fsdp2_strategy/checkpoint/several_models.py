@@ -28,14 +28,7 @@ ONLY = ""
 
 
 def models_by_name(action: str, models: Models) -> dict[str, nn.Module]:
-    """Return the models by name, sorted; the name of a single model is `ONLY`.
-
-    Ranks may have added them to their mappings in another order.
-
-    Raises:
-        ArgumentError: there is no model, a name cannot be a folder of a checkpoint, a value is not an nn.Module, or two
-            names have the same model.
-    """
+    """Return the models by name, in the same order on all ranks; the name of a single model is `ONLY`."""
     if not isinstance(models, Mapping):
         return {ONLY: models}  # the callers check its type
     if not models:
@@ -63,17 +56,9 @@ def models_by_name(action: str, models: Models) -> dict[str, nn.Module]:
 
 
 def for_each(action: str, what: str, names: Collection[str], given: Any, *, is_shared: bool = False) -> dict[str, Any]:
-    """Return an argument for each model, by name; None for the models that a mapping does not name.
+    """Return the argument ``what`` of each model, by name; None for the models that a mapping does not name.
 
-    Args:
-        action: the operation, for messages.
-        what: name of the argument, for messages.
-        names: names of the models; only `ONLY` for a single model.
-        given: the argument: for a single model its value; for several models None, or a mapping by their names.
-        is_shared: whether a value that is not a mapping is meant for each of several models.
-
-    Raises:
-        ArgumentError: the argument is no mapping for several models, or names an unknown model.
+    A value that is not a mapping is that of a single model, or with ``is_shared`` that of each model.
     """
     if ONLY in names:
         return {ONLY: given}
@@ -92,24 +77,25 @@ def for_each(action: str, what: str, names: Collection[str], given: Any, *, is_s
     return {name: given.get(name) for name in names}
 
 
+def arguments_by_model(
+    action: str, models: Models, shared: Collection[str], given: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Return the arguments of each model by its name, with the ``model`` itself; ``shared`` ones as in `for_each`."""
+    by_name = models_by_name(action, models)
+    of_each = {what: for_each(action, what, by_name, value, is_shared=what in shared) for what, value in given.items()}
+    return {
+        name: {"model": model, **{what: values[name] for what, values in of_each.items()}}
+        for name, model in by_name.items()
+    }
+
+
 def joined(by_name: Mapping[str, Any]) -> Any:
     """Return the argument of `for_each` that its result came from: the value of a single model, or the mapping."""
     return by_name[ONLY] if ONLY in by_name else dict(by_name)
 
 
 def check_saved_models(path: Path, saved: Collection[str], names: Collection[str], *, may_be_fewer: bool) -> None:
-    """Raise if a checkpoint does not have the models of a load.
-
-    Args:
-        path: the checkpoint.
-        saved: names of the models in it; empty if it has one model without a name.
-        names: names of the models to load; only `ONLY` for a single model.
-        may_be_fewer: whether some of several models may be loaded without the others.
-
-    Raises:
-        CheckpointError: the checkpoint has one model and several are loaded, or the reverse; it lacks a model; or
-            ``may_be_fewer`` is false, and it has further models.
-    """
+    """Raise if the checkpoint does not have the models of a load; with ``may_be_fewer``, it may have further ones."""
     if ONLY in names:
         if saved:
             one = next(iter(saved))

@@ -34,12 +34,8 @@ _MIN_KEY_BYTES, _MAX_KEY_BYTES = 32, 1 << 20
 def read_key(key_file: str | Path) -> bytes:
     """Read a key; one process of a job calls it.
 
-    Args:
-        key_file: a regular file of this user, which others can neither read nor write, with 32 bytes or more. Its bytes
-            are the key, line ends included. A link to such a file is accepted.
-
-    Raises:
-        CheckpointError: the file is missing, or is not such a file.
+    The file, or the one that a link leads to, must be a regular file of this user that others can neither read nor
+    write, with 32 bytes or more. Its bytes are the key, line ends included.
     """
     try:
         return read_private_file(key_file, _MIN_KEY_BYTES, _MAX_KEY_BYTES, follow_link=True)
@@ -51,23 +47,13 @@ def read_key(key_file: str | Path) -> bytes:
 
 
 def signature_of(manifest: Mapping[str, Any], checksums: Mapping[str, str], key: bytes) -> dict[str, Any]:
-    """Return the entry ``signature`` of a manifest, which must have all its other entries but ``digest``.
-
-    Args:
-        manifest: the manifest.
-        checksums: SHA-256 digest of each checksum manifest.
-        key: the key.
-    """
+    """Return the entry ``signature`` of a manifest that lacks only ``digest``; ``checksums`` has SHA-256 digests."""
     signature = {"algorithm": _ALGORITHM, "key": _name_of(key), "checksums": dict(checksums)}
     return {**signature, "hmac": _hmac_of(manifest, signature, key)}
 
 
 def check_signature(path: Path, manifest: Mapping[str, Any], key: bytes) -> None:
-    """Check that the manifest of the checkpoint at ``path`` was signed with a key.
-
-    Raises:
-        DamageError: it has no signature, another key signed it, or the HMAC does not match its content.
-    """
+    """Raise a `DamageError` if the manifest of the checkpoint at ``path`` was not signed with a key."""
     signature = manifest.get(SIGNATURE)
     if signature is None:
         raise _signature_error(path, "it has no signature")

@@ -38,9 +38,7 @@ from fsdp2_strategy.storage.file_reads import repeated
 from fsdp2_strategy.storage.nested_states import FlatState
 from fsdp2_strategy.storage.regions import Region
 from fsdp2_strategy.storage.safetensors_format import Entry, read_header
-from fsdp2_strategy.storage.shares import (
-    gathered_write_requests,
-)
+from fsdp2_strategy.storage.shares import gathered_write_requests
 from fsdp2_strategy.storage.verified_read import ReadRequest
 from fsdp2_strategy.storage.write import WriteRequest, force_to_disk, write_all
 
@@ -49,15 +47,7 @@ LoadTargets = Sequence[tuple[str, Region, torch.Tensor]]
 
 
 def stored_in(folder: Path, paths: CheckpointPaths | None = None) -> dict[str, Entry]:
-    """Return the location of every tensor in a folder's safetensors files, by name; not collective.
-
-    Args:
-        folder: the folder.
-        paths: the checkpoint's paths; files that its manifest does not list are not read.
-
-    Raises:
-        CheckpointError: a header is invalid, or two files contain the same name.
-    """
+    """Locate the tensors in a folder's safetensors files, of those that the manifest of ``paths`` lists; by name."""
     entries: dict[str, Entry] = {}
     for path in repeated(folder, lambda: sorted(folder.glob("*.safetensors"))):
         if paths is not None and not paths.lists(path):
@@ -73,21 +63,13 @@ def stored_in(folder: Path, paths: CheckpointPaths | None = None) -> dict[str, E
 
 
 def targets_by_name(what: str, tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Entry]) -> LoadTargets:
-    """Pair tensors with the stored tensors of the same names.
-
-    Raises:
-        CheckpointError: a tensor is not stored, or is stored in another shape.
-    """
+    """Pair tensors with the stored tensors of the same names; raise if one is missing or has another shape."""
     check_shapes(what, tensors, {name: (entry.shape, entry.dtype) for name, entry in stored.items()})
     return [(n, Region.of(stored[n], stored[n].shape, stored[n].dtype), tensor) for n, tensor in tensors.items()]
 
 
 def write_components(components: Sequence[Component]) -> dict[Path, list[Block]]:
-    """Write components and fsync their files; collective.
-
-    Returns:
-        The checksums of the tensors' bytes that this rank wrote, by file; on rank 0, also those of all headers.
-    """
+    """Write components and fsync their files; return the checksums of the bytes that this rank wrote; collective."""
     writer = ComponentWriter()
     state: dict[str, Any] = {str(component.folder): component for component in components}
     with convert_dcp_errors():
@@ -122,10 +104,7 @@ def stage_local(components: Sequence[Component], copy_to_host: CopyToHost) -> li
 
 
 def stage_gathered(components: Sequence[Component], copy_to_host: CopyToHost) -> list[Component]:
-    """Return the components with copies of their gathered values, and without references to the model's tensors.
-
-    Collective if a region is gathered.
-    """
+    """Return the components with copies of gathered values, and without the model's tensors; collective."""
     staged = []
     for component in components:
         gathered: list[WriteRequest] = []
@@ -148,11 +127,7 @@ def _gather_regions(component: Component) -> Iterator[tuple[str, list[WriteReque
 
 
 def read_all(requests: Sequence[ReadRequest], checksums: Checksums | None, label: str) -> None:
-    """Carry out this rank's read requests; collective.
-
-    Raises:
-        DamageError: on every rank: a file cannot be read, or its bytes do not match their checksum.
-    """
+    """Carry out this rank's read requests; collective. ``label`` names the load in the progress bar."""
     state: dict[str, Any] = {"reads": {f"{i} {request.name}": request for i, request in enumerate(requests)}}
     regions = {name: request.region for name, request in FlatState.of(state, "load").values.items()}
     with convert_dcp_errors(DamageError):
@@ -181,11 +156,7 @@ def convert_dcp_errors(kind: type[CheckpointError] = CheckpointError) -> Iterato
 def check_shapes(
     what: str, tensors: Mapping[str, torch.Tensor], layout: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 ) -> None:
-    """Check that all tensors are stored, in the same shapes; ``layout`` contains the stored shapes and dtypes.
-
-    Raises:
-        CheckpointError: a tensor is not in the checkpoint, or has another shape there.
-    """
+    """Raise if a tensor is not among the stored shapes and dtypes of ``layout``, or has another shape there."""
     if missing := [name for name in tensors if name not in layout]:
         raise CheckpointError(
             f"cannot load the {what}: the checkpoint lacks {some(missing, 'tensor')}, expected all. Build the model "

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ class LeftOut:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any] | None) -> LeftOut:
-        """Parse the entry of a checkpoint's ``trainer_state.json``; None means that no weights are left out."""
+        """Parse the entry of ``trainer_state.json``, which has these fields; None if no weights are left out."""
         if not content:
             return cls()
         weights = {
@@ -102,20 +102,8 @@ class LeftOut:
         }
         return cls(weights, dict(content["folders"]), content.get("elements", _DEFAULT_ELEMENTS))
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the entry for ``trainer_state.json``, which `from_json` parses."""
-        return asdict(self)
-
     def find_differing(self, root: nn.Module, path: Path, *, strict: bool) -> LoadTargets:
-        """Find the left-out weights whose values in the model differ from the saved ones; collective.
-
-        Returns:
-            The locations of these weights in the source folders.
-
-        Raises:
-            CheckpointError: on every rank: such a weight is not in its source folder; a weight's dtypes cannot be
-                compared; or ``strict`` is set, and the model lacks a weight.
-        """
+        """Locate the left-out weights that differ in the model, in the folders they came from; collective."""
         differing = self._differing(root, path, strict=strict)
         if not differing:
             return []
@@ -132,11 +120,7 @@ class LeftOut:
             return found
 
     def restore(self, root: nn.Module, found: LoadTargets, path: Path) -> None:
-        """Read the weights that `find_differing` returned, and compare them with the fingerprints; collective.
-
-        Raises:
-            DamageError: on every rank: a file cannot be read, or the folders no longer contain the saved values.
-        """
+        """Read the weights that `find_differing` found, and compare them with the fingerprints; collective."""
         if not found:
             return
         folders = ", ".join(self.folders.values())

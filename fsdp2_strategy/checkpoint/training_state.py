@@ -67,17 +67,7 @@ class LoadedCheckpoint:
 
 
 def require_saved(content: _T | None, what: str, option: str, path: Path) -> _T:
-    """Return ``content``; raise if it is None, because the checkpoint does not contain it.
-
-    Args:
-        content: state from a checkpoint.
-        what: name of the state, for the message.
-        option: argument of a load that skips the state, for the message.
-        path: the checkpoint.
-
-    Raises:
-        CheckpointError: ``content`` is None.
-    """
+    """Return ``content``; raise if the checkpoint lacks it. ``option`` is the argument of a load that skips it."""
     if content is None:
         raise CheckpointError(
             f"cannot load the {what}: {path} was saved without it, expected a checkpoint with it. Pass {option} to "
@@ -93,17 +83,7 @@ _SKIPPED_BY = {"optimizer": NO_OPTIMIZER, "scheduler": NO_SCHEDULER}
 def check_restored(
     must_restore: Collection[str], given: Mapping[str, object], saved: Collection[str], path: Path
 ) -> None:
-    """Raise if a checkpoint has state that must be restored, and there is no object to restore it to.
-
-    Args:
-        must_restore: "optimizer", "scheduler" or both.
-        given: the objects of the load, by these names; None if there is none.
-        saved: the names whose state is in the checkpoint.
-        path: the checkpoint.
-
-    Raises:
-        CheckpointError: a name in ``must_restore`` and ``saved`` has no object.
-    """
+    """Raise if the state of an object that must be restored is in ``saved``, and ``given`` lacks the object."""
     for name in must_restore:
         if name in saved and given[name] is None:
             raise CheckpointError(
@@ -114,12 +94,7 @@ def check_restored(
 
 
 def unwrap_and_reshard(model: nn.Module) -> nn.Module:
-    """Unwrap a model, free its unsharded parameters, and return the sharded module.
-
-    Raises:
-        CheckpointError: the model is not sharded, a module overrides `get_extra_state`, or averages replace the model's
-            parameters (`EMA.swapped_in`).
-    """
+    """Unwrap a model, free its unsharded parameters, and return the module; raise if it cannot be saved or loaded."""
     inner = unwrap_model(model)
     if not is_sharded(inner):
         raise CheckpointError(
@@ -172,11 +147,7 @@ def optimizer_hyper(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def check_optimizer(model: nn.Module, optimizer: Optimizer, hyper: Mapping[str, Any], *, strict: bool) -> None:
-    """Check that an optimizer has the class of the saved one, and only parameters that were saved.
-
-    Raises:
-        CheckpointError: the classes differ; or ``strict`` is set, and some parameters were not saved.
-    """
+    """Raise if an optimizer has another class than the saved one, or with ``strict`` further parameters."""
     own = _class_of(optimizer)
     if own != hyper["class"]:
         raise CheckpointError(
@@ -195,22 +166,14 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer, hyper: Mapping[str, 
 
 
 def schedule_state(scheduler: LRScheduler) -> dict[str, Any]:
-    """Return the state of a schedule as JSON values.
-
-    Raises:
-        CheckpointError: the state has a value that JSON cannot represent; the message names it.
-    """
+    """Return the state of a schedule as JSON values, or raise if it has others."""
     state: dict[str, Any] = as_json_values(scheduler.state_dict())
     check_json(state, "scheduler")
     return state
 
 
 def check_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
-    """Check that a saved state can be loaded into a schedule; the schedule is not changed.
-
-    Raises:
-        CheckpointError: an entry has another type than in the schedule's own state, or would replace a method.
-    """
+    """Raise if an entry of a saved state has another type than in the schedule, or would replace a method."""
     saved, own = from_json_values(dict(state)), scheduler.state_dict()
     for key, value in saved.items():
         is_method = key == "optimizer" or callable(getattr(type(scheduler), key, None))
@@ -242,8 +205,7 @@ def _is_same_kind(saved: Any, own: Any) -> bool:
 def restore_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
     """Load a saved state into a schedule, and set the schedule's learning rates in the optimizer's groups.
 
-    If the saved optimizer had another number of groups, the learning rates are taken from the groups that the optimizer
-    has now. If the base learning rates of the schedule change, this is logged.
+    If the number of groups has changed, the learning rates are taken from the groups that the optimizer has now.
     """
     groups = scheduler.optimizer.param_groups
     own: dict[str, Any] = from_json_values(dict(state))
@@ -293,16 +255,9 @@ def advance_scheduler(scheduler: LRScheduler, steps: int) -> None:
 def allocate_optimizer_state(
     model: nn.Module, optimizer: Optimizer, layout: Mapping[str, tuple[tuple[int, ...], torch.dtype]], *, strict: bool
 ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
-    """Allocate tensors, sharded like the parameters, for the stored optimizer state.
+    """Allocate tensors for the stored optimizer state: by parameter name and key, and the same by stored name.
 
-    State tensors that the optimizer already has are reused if shape and dtype match, so that a load does not need
-    memory for two copies.
-
-    Returns:
-        The tensors by parameter name and key; and the same tensors by stored name.
-
-    Raises:
-        CheckpointError: ``strict`` is set, and the checkpoint holds state of parameters that this optimizer lacks.
+    Tensors of the optimizer are reused if shape and dtype match, so that a load does not need memory for two copies.
     """
     names = _names_by_identity(model)
     of_optimizer = {_name_of(p, names): (p, group) for group in optimizer.param_groups for p in group["params"]}
@@ -328,11 +283,7 @@ def allocate_optimizer_state(
 
 
 def settings_by_group(model: nn.Module, optimizer: Optimizer, hyper: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the saved hyper-parameters of each group of an optimizer.
-
-    Raises:
-        CheckpointError: a group has parameters that were saved with different hyper-parameters.
-    """
+    """Return the saved hyper-parameters of each group; raise if its parameters were saved with different ones."""
     names = _names_by_identity(model)
     settings = []
     for group in optimizer.param_groups:
@@ -378,8 +329,7 @@ def restore_optimizer(
     """Set an optimizer's state and hyper-parameters; remove the state of parameters that have no saved state.
 
     ``state`` and ``non_tensors`` contain values by parameter name and key. ``settings`` contains the hyper-parameters
-    of each group. Without ``load_learning_rates``, hyper-parameters that schedules set are not changed. Those that are
-    replaced are logged, except those that follow from the position of a schedule.
+    of each group. Without ``load_learning_rates``, hyper-parameters that schedules set are not changed.
     """
     names, non_tensors = _names_by_identity(model), from_json_values(dict(non_tensors))
     for group, saved in zip(optimizer.param_groups, settings, strict=True):

@@ -142,8 +142,7 @@ def _problems_of_states(opened: Opened) -> list[str]:
     """Return why the content of files whose bytes are right cannot be used."""
     problems = []
     paths = opened.paths
-    checks: list[Callable[[], object]] = [opened.state_of_run]
-    checks += [partial(opened.state_of_model, name) for name in models_in(opened.manifest)]
+    checks: list[Callable[[], object]] = [partial(opened.state_of, name) for name in ("", *models_in(opened.manifest))]
     for name in opened.manifest["files"]:
         file = paths.root / name
         if file.parent == paths.state / RNG:

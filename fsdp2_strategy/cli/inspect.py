@@ -57,12 +57,12 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
 def _read(path: Path, key: bytes | None) -> tuple[Opened, dict[str, Any], dict[str, dict[str, Entry]]]:
     """Return a checkpoint, its state, and the tensors of its components."""
     opened = opened_with_headers(path, key)
-    return opened, opened.state_of_run(), _components(opened)
+    return opened, opened.state_of(), _components(opened)
 
 
 def _of_model(opened: Opened, name: str) -> dict[str, Any]:
     """Return what a checkpoint has of one of several models, besides tensors."""
-    state = opened.state_of_model(name)
+    state = opened.state_of(name)
     return {
         "step": state["step"],
         "shard_size": opened.manifest["models"][name].get("shard_size"),

@@ -44,6 +44,11 @@ def tied_names(model: nn.Module) -> dict[str, list[str]]:
     return {name: group for group in names.values() if len(group) > 1 for name in group}
 
 
+def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters and persistent buffers by name, each tensor once."""
+    return {**named_parameters(model), **persistent_buffers(model)}
+
+
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the persistent buffers by `clean` name, in module order; a shared buffer only under its first name."""
     found = {}
