@@ -232,7 +232,7 @@ def test_ranks_that_share_an_engine_generate_together(holders):
     if rank in holders:
         first = 20 * (rank // 2)
         assert engine.given[0] == [[first], [first + 10], [first + 11]]
-    assert strategy.genlen_analyser.lengths_of_step[0] == [2] * 6
+    assert strategy.genlen_analyser.lengths == [2] * 6
     images = [["a"]] if rank % 2 else None  # only one of the ranks that share an engine has an image
     out = strategy.gather_and_generate({}, [[5]], ["text"], images, images_num=[1] if images else [0])
     assert out == [Generation([5], [7, 2])]
@@ -302,7 +302,7 @@ def test_lengths_of_outputs_are_summarized_over_all_ranks():
         "total_samples": 4, "min_length": 1, "max_length": 6, "mean_length": 3.0, "median_length": 2.5,
         "percentiles": {50: 2, 80: 4},
     }  # fmt: skip
-    assert lengths.collect(outputs, 1) is None and list(lengths.lengths_of_step) == [0]
+    assert lengths.collect(outputs, 1) is None and lengths.lengths == [1, 2, 3, 6]
     assert lengths.collect([], 2) == {"total_samples": 0}
 
 

@@ -133,16 +133,15 @@ class LengthStatistics:
     def __init__(self, group: dist.ProcessGroup, every: int) -> None:
         self.group = group
         self.every = every
-        self.lengths_of_step: dict[int, list[int]] = {}
-        """The lengths of all outputs, for the steps in which they were collected."""
+        self.lengths: list[int] = []
+        """The lengths of all outputs of the last step in which they were collected."""
 
     def collect(self, outputs: Sequence[Generation], step: int) -> dict[str, Any] | None:
         """Return statistics of lengths in tokens; None in a step that collects none; collective over the group."""
         if self.every > 0 and step % self.every:
             return None
         of_ranks = gather_lists([len(output.output_token_ids) for output in outputs], self.group)
-        lengths = [length for own in of_ranks for length in own]
-        self.lengths_of_step[step] = lengths
+        self.lengths = lengths = [length for own in of_ranks for length in own]
         if not lengths:
             return {"total_samples": 0}
         values = np.asarray(lengths)
