@@ -64,9 +64,7 @@ class Fingerprint:
 def local_sums(tensors: Mapping[str, torch.Tensor], elements: int | None = None) -> torch.Tensor:
     """Return the fingerprint sums over this rank's elements: int64 of shape (number of tensors, 2); not collective.
 
-    Args:
-        tensors: tensors by name, sharded or not.
-        elements: elements per block, by default ``sizes.FINGERPRINT_ELEMENTS``. The sums depend on it.
+    They depend on ``elements``, the number per block, by default ``sizes.FINGERPRINT_ELEMENTS``.
     """
     offset_weights = _weights(torch.arange(elements or sizes.FINGERPRINT_ELEMENTS))
     sums = [_sums(t, offset_weights).to(control_device()) for t in tensors.values()]
@@ -84,7 +82,7 @@ def store_initial_sums(model: nn.Module) -> None:
 def changed_since_initial(model: nn.Module, names: Iterable[str], local: torch.Tensor) -> list[str]:
     """Return which of the named tensors have changed on any rank since `store_initial_sums`; collective.
 
-    ``local`` contains the current `local_sums` of these tensors. A tensor without stored sums counts as changed.
+    ``local`` contains the current `local_sums` of these tensors. One without stored sums counts as changed.
     """
     before = model_state(model).get(_INITIAL_SUMS) or {}
     names = list(names)
@@ -148,10 +146,7 @@ def _weighted_at(integers: torch.Tensor, positions: torch.Tensor, offset_weights
 def _weighted(integers: torch.Tensor, first: int, offset_weights: torch.Tensor) -> torch.Tensor:
     """Return the weighted sum of consecutive integers of the full tensor, and overwrite them.
 
-    Args:
-        integers: part of one block, or several complete blocks.
-        first: position of the first integer in the flattened full tensor.
-        offset_weights: the weights of the offsets in a block.
+    They are a part of one block, or several complete blocks; ``first`` is the position of the first in the full tensor.
     """
     size = len(offset_weights)
     block, offset = divmod(first, size)
@@ -173,14 +168,7 @@ def _split_dim(box: Box, shape: tuple[int, ...]) -> int:
 
 
 def _runs(values: torch.Tensor, strides: Sequence[int], box: Box, split_dim: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the runs of a box that are contiguous in the full tensor: offset in it, and flattened values.
-
-    Args:
-        values: the values of the box.
-        strides: the strides of the full tensor.
-        box: the box.
-        split_dim: see `_split_dim`.
-    """
+    """Yield the runs of a box that are contiguous in the full tensor: offset in it, and flattened values."""
     begin = sum(offset * stride for (offset, _), stride in zip(box, strides, strict=True))
     for index in itertools.product(*(range(length) for _, length in box[:split_dim])):
         yield begin + sum(i * stride for i, stride in zip(index, strides, strict=False)), values[index].reshape(-1)

@@ -57,10 +57,9 @@ def parameter_groups(model: nn.Module) -> Iterator[Any]:
 def reshard(model: nn.Module) -> None:
     """Free unsharded parameters that a forward pass has left, and register the sharded parameters; not collective.
 
-    FSDP2 keeps the root unit unsharded after a forward pass, because a backward pass usually follows. In evaluation and
-    generation none follows. Then an optimizer or a checkpoint would find unsharded parameters in the modules, and after
-    an optimizer step the next forward pass would use old values. A unit that was prefetched but did not run is also
-    resharded.
+    FSDP2 keeps the root unit unsharded for a backward pass. Without one, as in evaluation, an optimizer or a checkpoint
+    would find unsharded parameters, and the next forward pass would use old values. Units that were prefetched but did
+    not run are resharded, too.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -78,9 +77,8 @@ def reshard_without_backward(unit: nn.Module, *_: object) -> None:
 def reset_units(model: nn.Module) -> None:
     """Reshard all units and mark them idle, even if a forward or backward pass raised; not collective.
 
-    After a pass that raised, FSDP2 still treats some units as being in that pass. Without a reset, they stay unsharded,
-    FSDP2 treats the next forward pass as a part of the failed pass, and does not end the next backward pass. Gradients
-    that are complete, or accumulated, are kept.
+    Otherwise, they would stay unsharded, and FSDP2 would treat the next forward pass as a part of the failed pass, and
+    not end the next backward pass. Gradients that are complete, or accumulated, are kept.
     """
     for param_group in parameter_groups(model):
         reset_param_group(param_group)

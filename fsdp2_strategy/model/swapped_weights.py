@@ -70,13 +70,7 @@ def is_swapped(model: nn.Module) -> bool:
 
 
 def check_own_weights(model: nn.Module, action: str, error: type[FSDP2StrategyError]) -> None:
-    """Raise ``error`` if averages replace a model's parameters; not collective. See [Note: swapped weights].
-
-    Args:
-        model: the model, or its wrapper.
-        action: the operation that needs the model's own weights, for the message.
-        error: class of the error.
-    """
+    """Raise ``error`` "cannot ``action``" if averages replace a model's parameters; see [Note: swapped weights]."""
     if is_swapped(model):
         raise _error(unwrap_model(model), action, error)
 

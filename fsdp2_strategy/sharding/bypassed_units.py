@@ -165,13 +165,9 @@ class BypassHooks:
         root.register_forward_hook(self._leave, always_call=True)
 
     def add_entry_points(self, methods: Sequence[str], prefetch: PrefetchOrder | None = None) -> None:
-        """Wrap methods of the sharded root, so that calling one of them gathers the root unit.
+        """Wrap methods of the sharded root, so that calling one gathers the root unit; missing methods are skipped.
 
         ``forward`` is wrapped, too, because a direct call of ``model.forward(...)`` runs no hooks.
-
-        Args:
-            methods: names of methods; those that the root lacks are skipped.
-            prefetch: is told when a pass of the root starts and ends.
         """
         self._prefetch = prefetch
         for unit in self._units:
@@ -235,10 +231,7 @@ class BypassHooks:
         forget_forward_root(state)
 
     def _run_method(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a method of the root between FSDP2's pre- and post-forward hooks.
-
-        If a pass of the root is running already, run the method without these hooks.
-        """
+        """Run a method of the root between FSDP2's pre- and post-forward hooks, unless a pass is running already."""
         if self._depth:
             return method(*args, **kwargs)
         reset_after_failed_forward(self._root)
@@ -267,12 +260,7 @@ class BypassHooks:
         return self._run_pass(forward, *args, **kwargs) if self._depth else self._root(*args, **kwargs)
 
     def _run_pass(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a pass; if it fails because it bypasses a unit, raise an error with this cause.
-
-        Raises:
-            ShardError: the pass bypasses a unit, and the hooks are not registered, because the first pass of its kind
-                bypassed no unit.
-        """
+        """Run a pass; if it fails because it bypasses a unit, raise a ShardError with this cause."""
         try:
             return function(*args, **kwargs)
         except RuntimeError as error:
@@ -318,10 +306,7 @@ class BypassHooks:
             call()
 
     def _register_hooks(self) -> None:
-        """Register hooks on the modules with direct parameters.
-
-        The forward hooks run before FSDP2's forward hooks, which free the parameters.
-        """
+        """Register hooks on the modules with direct parameters, before FSDP2's, which free the parameters."""
         if self._handles:
             return
         for module, around in self._units_around.items():
@@ -332,10 +317,7 @@ class BypassHooks:
                 self._handles.append(module.register_forward_hook(after, prepend=True))
 
     def _leave(self, _root: object, _inputs: object, output: object) -> None:
-        """Close all units at the end of a pass, and remove the hooks if they are not needed.
-
-        ``output`` is None if the pass raised.
-        """
+        """Close all units at the end of a pass; ``output`` is None if the pass raised."""
         self._depth = max(0, self._depth - 1)  # `_enter` has not run if an earlier pre-hook raised
         if self._depth:
             return
@@ -404,13 +386,7 @@ class BypassHooks:
         return unit.open(module, args, kwargs)
 
     def _check_running(self, module: nn.Module, *_: object) -> None:
-        """Raise an error if a module with sharded parameters runs outside a pass.
-
-        Without this check, torch would raise an error about mixing tensors and DTensors.
-
-        Raises:
-            ShardError: the parameters of the module are sharded, and no pass of the root is running.
-        """
+        """Raise ShardError if a module with sharded parameters runs outside of passes."""
         if self._depth or is_in_backward() or not any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
             return
         if self.begin_pass():
@@ -450,10 +426,7 @@ class _Unit:
         self._on_cache: Callable[[], None] | None = None
 
     def track(self, on_cache: Callable[[], None] | None = None) -> list[RemovableHandle]:
-        """Register hooks that track whether the unit is running.
-
-        They call ``on_cache`` when the unit receives a cache while gradients are enabled.
-        """
+        """Register hooks that track whether the unit is running, and whether it receives a cache with gradients."""
         self._on_cache = on_cache
         return [
             self.module.register_forward_pre_hook(self._begin, with_kwargs=True),
@@ -476,13 +449,7 @@ class _Unit:
         return fsdp_state_of(self.module)
 
     def open(self, module: nn.Module, args: Any, kwargs: Any) -> _Inputs:
-        """Gather the unit as FSDP2 does before its forward, and return the inputs with FSDP2's backward hook.
-
-        Args:
-            module: the first submodule of the unit that runs.
-            args: positional inputs of this submodule.
-            kwargs: keyword inputs of this submodule.
-        """
+        """Gather the unit before its first submodule runs, and return the inputs with FSDP2's backward hook."""
         state = self._state
         mark_forward(state)
         for param_group in param_groups_of(state):
@@ -554,10 +521,7 @@ def _cast(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _find_units_around(
     root: nn.Module, units: Mapping[nn.Module, str], never_bypassed: Iterable[nn.Module], ignored: Iterable[nn.Module]
 ) -> tuple[dict[nn.Module, list[_Unit]], list[_Unit]]:
-    """Return, for each module with direct parameters, the units around it; and all units that can be bypassed.
-
-    If a module has several paths from the root, only the units on all of these paths are returned for it.
-    """
+    """Return the units on all paths of each module with direct parameters; and all units that can be bypassed."""
     never_bypassed, ignored = set(never_bypassed), set(ignored)
     made: dict[nn.Module, _Unit] = {}
     around: dict[nn.Module, list[_Unit]] = {}
@@ -610,14 +574,7 @@ def find_bypassed_units(
     *,
     ignored: Iterable[nn.Module],
 ) -> list[str]:
-    """Run an unsharded model, and return the names of the units whose submodules ran outside the unit's forward.
-
-    Args:
-        root: the model; hooks are registered on it only during this call.
-        units: the units of the model and their names.
-        run: function that calls the model as the trainer does.
-        ignored: modules without sharded parameters, which never need a gather.
-    """
+    """Run an unsharded model, and return the names of the units whose submodules ran outside the unit's forward."""
     found: dict[str, None] = {}
 
     def before(around: Sequence[_Unit], *_: object) -> None:

@@ -22,10 +22,9 @@ from fsdp2_strategy.model.unit_hooks import register_hook
 
 
 def fix_gradient_dtypes(param_group: Any) -> None:
-    """Register a hook that sets the gradient dtypes of a unit even if it has no trainable parameter in the first pass.
+    """Register a hook that sets the gradient dtypes of a unit without a trainable parameter in the first pass.
 
-    FSDP2 derives these dtypes from the parameters that are trainable in the first pass. If there are none, for example
-    because adapters are disabled or weights are frozen for a warmup, FSDP2 does not set the dtypes.
+    FSDP2 derives them from the parameters that are trainable then: none if adapters are disabled, or in a warmup.
     """
     floating = [i for i, p in enumerate(parameters_of(param_group)) if shard_of(p).is_floating_point()]
     trained = [i for i in floating if shard_of(parameters_of(param_group)[i]).requires_grad] or floating

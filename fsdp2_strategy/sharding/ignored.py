@@ -17,13 +17,7 @@ from fsdp2_strategy.model.names import clean
 def matching_modules(model: nn.Module, patterns: Sequence[str], action: str) -> list[nn.Module]:
     """Return the modules whose full dotted name matches a pattern, without modules inside another match.
 
-    Args:
-        model: any module; it is only read.
-        patterns: regular expressions.
-        action: the purpose of the setting, for the message of an error.
-
-    Raises:
-        ShardError: a pattern matches no module, or a pattern matches the model itself.
+    ``action`` is the purpose of the setting, for the error if a pattern matches no module, or the model itself.
     """
     names = [(clean(name), module) for name, module in model.named_modules(remove_duplicate=False)]
     for pattern in patterns:

@@ -69,14 +69,7 @@ def cast_where_weights_are(
 ) -> Hook:
     """Register hooks that cast inputs of modules of the root unit; return the hook for the inputs of the model.
 
-    See [Note: inputs of the model].
-
-    Args:
-        root: the model, before it is sharded.
-        units: its units and ignored modules.
-        half: the compute dtype, a half-precision one.
-        selected: see `_cast_root_inputs`.
-        is_policy: whether the model is a known policy.
+    See [Note: inputs of the model]. The model is not sharded yet; ``units`` has the ignored modules, too.
     """
     waiting = [(child, lists_blocks(root)) for child in root.children()]
     while waiting:
@@ -99,11 +92,7 @@ def _cast_root_inputs(
 ) -> Hook:
     """Return a hook that casts inputs of the model to a half-precision dtype; see [Note: inputs of the model].
 
-    Args:
-        root: the model, or a model of transformers within it, before it is sharded.
-        dtype: the compute dtype.
-        is_policy: whether the model is a known policy.
-        selected: names of arguments of the model's forward that are cast; True for all floating inputs.
+    ``selected`` has the names of arguments that are cast in any case; True stands for all floating inputs.
     """
     names = _argument_names(root)
     casts_matrices = is_policy or lists_blocks(root) or holds_weights(root)

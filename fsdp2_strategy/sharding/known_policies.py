@@ -85,10 +85,7 @@ def policy_of(model: nn.Module) -> Policy | None:
 
 
 def _declared(module: nn.Module, attribute: str) -> Sequence[str] | None:
-    """Return an attribute of a module itself or its class, else None.
-
-    Plain `getattr` on a wrapper, such as peft's, would return the attribute of the inner module.
-    """
+    """Return an attribute of a module itself or its class, not one of an inner module that a wrapper passes on."""
     is_own = attribute in vars(module) or hasattr(type(module), attribute)
     return getattr(module, attribute) if is_own else None
 

@@ -68,10 +68,9 @@ class ModuleTree:
         return [[m for m in path[:-1] if lists_blocks(m)] for path in self.paths[module]]
 
     def callable_around(self, module: nn.Module) -> nn.Module:
-        """Return the module itself or the innermost module around it that can be a unit; else the root.
+        """Return the innermost module around a module, or itself, that can be a unit; else the root; on its first path.
 
-        For example, the forward of a ParameterList is never called, so it cannot be a unit. If the module has several
-        paths, the first one is used.
+        For example, the forward of a ParameterList is never called, so it cannot be a unit.
         """
         return next((m for m in reversed(self.paths[module][0]) if can_be_unit(m)), self.model)
 

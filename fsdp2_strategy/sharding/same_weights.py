@@ -22,14 +22,7 @@ _SAMPLES_PER_PARAMETER = 256
 def check_same_everywhere(name: str, planned: object, parameters: Mapping[str, nn.Parameter]) -> None:
     """Raise on every rank if the ranks planned different units or hold different weights; collective.
 
-    Args:
-        name: name of the model, for the error text.
-        planned: the units and options of this rank; their ``repr`` is compared.
-        parameters: parameters by name. A few hundred elements of each parameter are compared. Parameters on the meta
-            device are skipped.
-
-    Raises:
-        ShardError: plans or weights differ between the ranks.
+    The ``repr`` of ``planned`` is compared, and a few hundred elements of each parameter that is not on meta.
     """
     expected = (
         "the same options, and a model with the same names, shapes, dtypes and frozen parameters in the same order, on "

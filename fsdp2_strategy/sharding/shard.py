@@ -227,11 +227,7 @@ def _carry_out(model: nn.Module, decision: _Decision, mesh: DeviceMesh, config: 
 
 
 def mesh_for(model: nn.Module, config: StrategyConfig, *, is_training: bool) -> DeviceMesh:
-    """Return the mesh of the sizes in a configuration; collective.
-
-    Raises:
-        MeshError: there is no process group, or a size does not divide the number of ranks.
-    """
+    """Return the mesh of the sizes in a configuration; collective; MeshError if a size does not fit the ranks."""
     return build_mesh(
         shard_size_for(model, config, is_training=is_training), tensor_parallel_size=config.tensor_parallel_size
     )
@@ -267,10 +263,7 @@ def _watch(
 
 
 def watch_wrapper(model: nn.Module) -> None:
-    """Register hooks with which a wrapper's forward can use parts of the sharded models in it; not collective.
-
-    See [Note: wrappers] in `bypassed_units`.
-    """
+    """Register hooks with which a wrapper's forward can use parts of the sharded models in it; [Note: wrappers]."""
     waiting = [] if isinstance(model, FSDPModule) else list(model.children())
     while waiting:
         module = waiting.pop()
@@ -282,10 +275,7 @@ def watch_wrapper(model: nn.Module) -> None:
 
 
 def _read_directly(plan: ShardPlan, compiled: Collection[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
-    """Return the modules whose parameters may be used without a call, by unit; see [Note: direct use].
-
-    The parameters must not be sharded yet.
-    """
+    """Return the modules, not sharded yet, whose parameters may be used without a call, by unit; [Note: direct use]."""
     found: dict[nn.Module, list[nn.Module]] = {}
     for unit in plan.units:
         if unit.kind in ("block", "experts", "vision") or unit.module in compiled:
@@ -347,11 +337,7 @@ def is_for_training(model: nn.Module) -> bool:
 
 
 def check_dtypes(model: nn.Module) -> None:
-    """Free unsharded parameters, and raise if a shard no longer has the dtype that `shard_model` gave it.
-
-    Raises:
-        ShardError: the dtype of a parameter has changed, for example by ``model.to(torch.bfloat16)``.
-    """
+    """Free unsharded parameters, and raise if a shard no longer has the dtype that `shard_model` gave it."""
     root = unwrap_model(model)
     dtypes = model_state(root).get(_DTYPES)
     if dtypes is None:
@@ -391,14 +377,7 @@ def _plan_layers(
     experts: Mapping[str, nn.Module],
     others: Mapping[str, object],
 ) -> TensorPlan | None:
-    """Return how the layers of a model are split over the axis "tp"; None if there is none; not collective.
-
-    Args:
-        plan: the units of the model.
-        mesh: the axis, or None.
-        given: the plan of the user, or None.
-        others: options that do not combine with split layers, and whether they are set.
-    """
+    """Return how layers are split over the axis "tp"; ``others`` says which options are set that forbid it."""
     if mesh is None:
         return None
     layers: TensorPlan = feature("tensor.plan").plan_tensor_parallel(plan.model, mesh.size(), given, without=experts)
@@ -482,11 +461,7 @@ def _fix_gradient_dtypes(plan: ShardPlan) -> None:
 
 
 def _add_hooks_for_skipped(plan: ShardPlan, hooks: BypassHooks) -> set[nn.Module]:
-    """Register the hooks of units that some ranks skip, unless the forward of the blocks is bypassed.
-
-    Returns:
-        The set to which these hooks add the units that are skipped in the running pass.
-    """
+    """Register the hooks of units that some ranks skip; return the set of units skipped in the running pass."""
     if plan.policy and plan.policy.bypassed:
         return set()
     kinds = {unit.module: unit.kind for unit in plan.units}

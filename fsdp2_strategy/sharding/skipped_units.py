@@ -287,8 +287,7 @@ class _Owner:
     def _run_skipped(self, skipped: Sequence[_Part], before: _Tensors, then: _Part | None = None) -> _Tensors:
         """Run skipped parts as the identity of a number; its backward runs theirs, and then that of ``before``.
 
-        Returns:
-            The numbers whose backward does so: the input of the part ``then``, and those of parts without inputs.
+        Return the numbers whose backward does so: the input of the part ``then``, and those of parts without inputs.
         """
         number = torch.zeros((), device=current_device())  # its backward runs on the thread of the units' backward
         if before:
@@ -316,8 +315,7 @@ class _Owner:
     def _needs_gradient(self, part: _Part) -> bool:
         """Return whether the input of a part must require a gradient, even if it does not depend on a parameter.
 
-        Otherwise, the gradients of the part would be reduced at the end of the backward pass on ranks where the input
-        requires none, and earlier on the others.
+        Otherwise, ranks whose input requires none would reduce the part's gradients later, at the end of backward.
         """
         if part.container in self._parallel:
             return self._is_trained()
@@ -435,10 +433,7 @@ def _modules_of(units: Iterable[_Unit]) -> Iterator[nn.Module]:
 
 
 def _run_as_identity(unit: _Unit, number: torch.Tensor) -> torch.Tensor:
-    """Gather and free a unit as if its forward ran; return a number whose backward gathers and reduces it.
-
-    Collective over the ranks of the unit.
-    """
+    """Gather and free a unit as if it ran; return a number whose backward gathers and reduces it; collective."""
     state = fsdp_state_of(unit.module)
     param_groups = param_groups_of(state)
     if is_in_backward():  # a recomputation
@@ -479,10 +474,9 @@ def _as_in_forward(part: _Part, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _first_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, Callable[..., Any]] | None:
-    """Return the first floating tensor among the inputs, rather one that requires a gradient.
+    """Return the first floating tensor among the inputs, preferably one that requires a gradient; None without one.
 
-    Returns:
-        None if there is none; or the tensor, and a function that returns the inputs with another one in its place.
+    With it comes a function that returns the inputs with another tensor in its place.
     """
     inputs: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     for place, value in inputs:

@@ -43,14 +43,7 @@ def check_config(config: object, action: str) -> None:
 def shard_size_for(
     model: nn.Module, config: StrategyConfig, *, is_training: bool, world_size: int | None = None
 ) -> int:
-    """Return the shard size of a configuration, which is chosen by the size of the model if it is "auto".
-
-    Args:
-        model: the model.
-        config: the settings.
-        is_training: whether the model is sharded for training.
-        world_size: number of ranks; by default those of the process group.
-    """
+    """Return the shard size of a configuration, which is chosen by the size of the model if it is "auto"."""
     if config.shard_size != "auto":
         return config.shard_size
     ranks = (world_size or process_group.world_size()) // config.tensor_parallel_size
@@ -97,11 +90,7 @@ def shard_units(
 
 
 def check_reshard(reshard_after_forward: bool | int, shard_size: int) -> bool | int:
-    """Return ``reshard_after_forward`` with groups of one rank replaced by False, and of the shard size by True.
-
-    Raises:
-        ShardError: it is neither a bool nor a divisor of the shard size.
-    """
+    """Return ``reshard_after_forward`` with groups of one rank replaced by False, and of the shard size by True."""
     if isinstance(reshard_after_forward, bool):
         return reshard_after_forward
     if not isinstance(reshard_after_forward, int) or reshard_after_forward < 1 or shard_size % reshard_after_forward:
@@ -114,15 +103,9 @@ def check_reshard(reshard_after_forward: bool | int, shard_size: int) -> bool | 
 
 
 def reshard_of(unit: Unit, plan: ShardPlan, reshard_after_forward: bool | int) -> bool | int | None:
-    """Return the argument ``reshard_after_forward`` of `fully_shard` for a unit.
+    """Return the argument ``reshard_after_forward`` of `fully_shard` for a unit, of what `check_reshard` returns.
 
-    Args:
-        unit: a unit of the plan.
-        plan: the plan.
-        reshard_after_forward: as `check_reshard` returns it.
-
-    Returns:
-        True, False or a number of ranks; None for the root unit if the other units are resharded to all ranks.
+    It is None for the root unit if the other units are resharded to all ranks.
     """
     if unit.module is plan.model:
         return _reshard_of_root(reshard_after_forward)
@@ -134,8 +117,7 @@ def reshard_of(unit: Unit, plan: ShardPlan, reshard_after_forward: bool | int) -
 def _outside_inference_mode(_param_group: object, proceed: Callable[[], None]) -> None:
     """Finish an all-gather outside of inference mode; a hook on the call "finish gather".
 
-    FSDP2 allocates the gathered parameters of a unit once, in the first gather, and reuses them. Allocated in inference
-    mode, they could not be used in training.
+    FSDP2 allocates a unit's gathered parameters once: from inference mode, they could not be used in training.
     """
     if not torch.is_inference_mode_enabled():
         return proceed()
