@@ -104,15 +104,9 @@ def _run(_root: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any
 class BypassHooks:
     """Register hooks that track which units are running, and gather units whose forward is bypassed.
 
-    Args:
-        root: the model. It must not be sharded yet, so that FSDP2's post-forward hooks run after these hooks.
-        units: the units of the model and their names; the root may be one of them.
-        casts: the dtype that the inputs of each unit are cast to. If a unit is bypassed, the inputs of each module
-            within it are cast to this dtype instead.
-        never_bypassed: units that always run through their own forward.
-        ignored: modules without sharded parameters, which never need a gather.
-        is_bypassed: whether the model is known to bypass its blocks. If so, the hooks stay registered; see
-            [Note: observed pass].
+    The root must not be sharded yet, so that FSDP2's post-forward hooks run after these hooks. ``casts`` has the dtype
+    of each unit's inputs; if a unit is bypassed, the inputs of each module within it are cast to this dtype instead.
+    With ``is_bypassed``, the hooks stay registered; see [Note: observed pass].
     """
 
     def __init__(

@@ -51,10 +51,9 @@ from fsdp2_strategy.sharding.blocks import (
     vocabulary_modules,
 )
 from fsdp2_strategy.sharding.features import feature
-from fsdp2_strategy.sharding.ignored import matching_modules
 from fsdp2_strategy.sharding.input_casts import CastInputs, inputs_to_cast
 from fsdp2_strategy.sharding.known_policies import ENTRY_POINTS, Policy, policy_of
-from fsdp2_strategy.sharding.module_tree import ModuleTree
+from fsdp2_strategy.sharding.module_tree import ModuleTree, matching_modules
 from fsdp2_strategy.sharding.precision import Precision
 from fsdp2_strategy.sharding.skipped_units import layerdrop_of
 

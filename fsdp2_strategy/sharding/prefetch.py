@@ -29,12 +29,7 @@ _Order = tuple[FSDPModule, ...]
 
 
 class PrefetchOrder:
-    """Record the order in which units run, and set FSDP2's prefetch lists accordingly.
-
-    Args:
-        units: the units to prefetch. In each pass, all ranks must run the same ones of them.
-        depth: how many units to gather ahead of the running one.
-    """
+    """Record the order in which units run, and prefetch ``depth`` units ahead of the running one accordingly."""
 
     def __init__(self, units: Sequence[nn.Module], depth: int) -> None:
         self._depth = depth

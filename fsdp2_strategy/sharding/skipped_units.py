@@ -140,13 +140,7 @@ class _Call:
 
 
 class SkippedUnits:
-    """Register hooks that let ranks skip different parts of a sharded model; see [Note: skipped units].
-
-    Args:
-        root: the sharded model.
-        kinds: the units of the model and the kind of each.
-        ignored: modules without sharded parameters.
-    """
+    """Register hooks that let ranks skip different parts of a sharded model; see [Note: skipped units]."""
 
     def __init__(self, root: nn.Module, kinds: Mapping[nn.Module, str], ignored: Iterable[nn.Module]) -> None:
         self.skipped: set[nn.Module] = set()
