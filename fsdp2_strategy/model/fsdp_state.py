@@ -109,10 +109,5 @@ def keep_class_name(module: nn.Module) -> None:
     own class among the bases. The names are set after the subclass was made, so that a class that registers its
     subclasses by name does not register this one under the name of another.
     """
-    cls, own = type(module), original_class(module)
-    cls.__name__, cls.__qualname__, cls.__module__, cls.__doc__ = (
-        own.__name__,
-        own.__qualname__,
-        own.__module__,
-        own.__doc__,
-    )
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        setattr(type(module), name, getattr(original_class(module), name))

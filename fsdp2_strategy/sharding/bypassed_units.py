@@ -146,7 +146,11 @@ class BypassHooks:
         """Called at the start of a pass, or of a wrapper's forward that may begin one."""
         self._at_end: list[Callable[[], None]] = []
         """Called at the end of a pass, before FSDP2's hooks."""
-        self._wrapper = _WrapperPass()
+        self._wrappers: WeakSet[nn.Module] = WeakSet()
+        self._wrapper_depth = 0
+        """Number of nested forwards of wrappers that are running; see [Note: wrappers]."""
+        self._has_wrapper_begun = False
+        """Whether a wrapper's forward has begun the running pass."""
         self._cast_inputs: Callable[..., _Inputs] | None = None
         for module, around in self._units_around.items():
             if not around:
@@ -179,9 +183,9 @@ class BypassHooks:
 
     def add_wrapper(self, wrapper: nn.Module) -> None:
         """Make the forward of a wrapper of the sharded root a pass, if it uses parts of the root; [Note: wrappers]."""
-        if wrapper is self._root or wrapper in self._wrapper.known:
+        if wrapper is self._root or wrapper in self._wrappers:
             return
-        self._wrapper.known.add(wrapper)
+        self._wrappers.add(wrapper)
         wrapper.register_forward_pre_hook(self._enter_wrapper, prepend=True)
         wrapper.register_forward_hook(self._leave_wrapper, always_call=True)
 
@@ -192,25 +196,25 @@ class BypassHooks:
 
     def begin_pass(self) -> bool:
         """Return whether a pass is running; begin one if the forward of a wrapper is running."""
-        if not self._depth and self._wrapper.depth:
+        if not self._depth and self._wrapper_depth:
             # Without the wrapper's inputs: FSDP2 casts the inputs of the root.
             run_pre_forward(fsdp_state_of(self._root), self._root, (), {})
             self._enter("forward of a wrapper")
-            self._wrapper.has_begun = True
+            self._has_wrapper_begun = True
         return self._depth > 0
 
     def _enter_wrapper(self, *_: object) -> None:
         choose_root(fsdp_state_of(self._root))  # it reads all parameters, before the first pass
-        self._wrapper.depth += 1
-        if self._wrapper.depth == 1 and not self._depth:
+        self._wrapper_depth += 1
+        if self._wrapper_depth == 1 and not self._depth:
             self._start()
 
     def _leave_wrapper(self, _wrapper: nn.Module, _inputs: object, output: Any) -> Any:
         """End the pass that a wrapper's forward has begun; ``output`` is None if the forward raised."""
-        self._wrapper.depth = max(0, self._wrapper.depth - 1)
-        if self._wrapper.depth or not self._wrapper.has_begun:
+        self._wrapper_depth = max(0, self._wrapper_depth - 1)
+        if self._wrapper_depth or not self._has_wrapper_begun:
             return None
-        self._wrapper.has_begun = False
+        self._has_wrapper_begun = False
         self._leave(self._root, (), output)
         if output is None:
             self._forget_pass()
@@ -351,9 +355,10 @@ class BypassHooks:
             return changed
         if around and around[-1].was_bypassed:
             dtype = self._casts.get(around[-1].module)
+            cast = None if dtype is None else _cast(dtype, args, kwargs)
         else:
-            dtype = _required_dtype(module) if self._has_half_precision else None
-        cast = None if dtype is None else _cast(dtype, args, kwargs)
+            is_cast = self._has_half_precision and needs_own_dtype(module)
+            cast = cast_to_own(module, args, kwargs) if is_cast else None
         self._are_hooks_needed |= cast is not None
         return cast or changed
 
@@ -393,15 +398,6 @@ class BypassHooks:
         )
 
 
-class _WrapperPass:
-    """The forwards of wrappers that are running, and whether they have begun a pass; see [Note: wrappers]."""
-
-    def __init__(self) -> None:
-        self.known: WeakSet[nn.Module] = WeakSet()
-        self.depth = 0
-        self.has_begun = False
-
-
 class _Unit:
     """A unit, with the state of its current forward pass: whether it is running or bypassed."""
 
@@ -419,7 +415,7 @@ class _Unit:
         """Whether it is running with a cache that another decoder may read; see [Note: cache outputs]."""
         self._on_cache: Callable[[], None] | None = None
 
-    def track(self, on_cache: Callable[[], None] | None = None) -> list[RemovableHandle]:
+    def track(self, on_cache: Callable[[], None] | None) -> list[RemovableHandle]:
         """Register hooks that track whether the unit is running, and whether it receives a cache with gradients."""
         self._on_cache = on_cache
         return [
@@ -475,16 +471,6 @@ class _Unit:
             pre_backward_hook(state)(None)
         for param_group in param_groups_of(state):
             gather(param_group)
-
-
-def _required_dtype(module: nn.Module) -> torch.dtype | None:
-    """Return the dtype that a module requires of its inputs, or None; see [Note: fp32 inputs]."""
-    if not isinstance(module, _NEEDS_OWN_DTYPE):
-        return None
-    parameter = next(module.parameters(), None)
-    if parameter is None or torch.is_autocast_enabled(parameter.device.type):
-        return None
-    return parameter.dtype
 
 
 def needs_own_dtype(module: nn.Module) -> bool:
@@ -577,7 +563,7 @@ def find_bypassed_units(
     units = {module: name for module, name in units.items() if module is not root}
     around, made = _find_units_around(root, units, (), ignored)
     handles = [module.register_forward_pre_hook(functools.partial(before, a)) for module, a in around.items()]
-    handles += [handle for unit in made for handle in unit.track()]
+    handles += [handle for unit in made for handle in unit.track(None)]
     try:
         with torch.random.fork_rng(), torch.no_grad():
             run(root)

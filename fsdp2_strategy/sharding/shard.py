@@ -8,7 +8,7 @@ fully_shard, inner units first -> prefetch order -> entry points.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -47,7 +47,7 @@ from fsdp2_strategy.sharding.blocks import has_forward
 from fsdp2_strategy.sharding.bypassed_units import BypassHooks, cast_to_own, clone_view_outputs, needs_own_dtype
 from fsdp2_strategy.sharding.direct_use import DirectUses
 from fsdp2_strategy.sharding.features import feature
-from fsdp2_strategy.sharding.gradient_dtypes import fix_gradient_dtypes, reduce_to_fp32
+from fsdp2_strategy.sharding.gradient_dtypes import fix_gradient_dtypes
 from fsdp2_strategy.sharding.guarded_calls import guard_calls, guard_state_dict
 from fsdp2_strategy.sharding.input_casts import (
     cast_all,
@@ -173,7 +173,9 @@ def _decide(root: nn.Module, mesh: DeviceMesh, config: StrategyConfig, *, is_tra
             "an integer as reshard_after_forward": not isinstance(reshard, bool),
         }
         layers = _plan_layers(plan, layer_mesh, config.tensor_parallel_plan, experts, others)
-    layers = _check_layers(plan, layers, layer_mesh)
+    if layers is not None:  # corrected by what a tiny model shows
+        with all_or_none(f"split the layers of {name}", ShardError):
+            layers = feature("tensor.check").check_tensor_plan(root, layers, layer_mesh)
     options = _shape(mesh), of_experts, reshard, config.cpu_offload, tuple(recomputed), config.cast_inputs
     check_same_everywhere(name, (plan.signature(), options, layers), plan.parameters())
     for warning in plan.warnings():
@@ -205,7 +207,10 @@ def _carry_out(model: nn.Module, decision: _Decision, mesh: DeviceMesh, config: 
         ignored=[unit.module for unit in plan.ignored],
         is_bypassed=bool(plan.policy and plan.policy.bypassed),
     )
-    _cast_inputs(plan, hooks, config.cast_inputs)
+    if (half := plan.precision.half) is not None:
+        units = {unit.module for unit in (*plan.units, *plan.ignored)}
+        is_policy = plan.policy is not None
+        hooks.cast_inputs(cast_where_weights_are(root, units, half, config.cast_inputs, is_policy=is_policy))
     # The modules that hold parameters are found while these are still those of the plan.
     watched = _read_directly(plan, compiled)
     shard_units(
@@ -217,13 +222,18 @@ def _carry_out(model: nn.Module, decision: _Decision, mesh: DeviceMesh, config: 
     )
     # All that follows hangs on FSDP2's parameter groups, which exist now. Gradients get their dtypes before other hooks
     # see them.
-    _fix_gradient_dtypes(plan)
+    for param_group in parameter_groups(root) if plan.precision.is_training else ():
+        fix_gradient_dtypes(param_group, masters_in_optimizer=plan.precision.use_mp_opt)
     _add_collective_hooks(plan)
     skipped = _add_hooks_for_skipped(plan, hooks)
     # Entry points last: they call what the hooks above have wrapped.
-    methods = (*config.forward_methods, *plan.entry_points)
-    hooks.add_entry_points(methods, _prefetch_order(plan, config.prefetch_depth))
-    _watch(model, hooks, watched, skipped)
+    prefetched = [unit.module for unit in plan.units if unit.kind not in ("root", "vision")]
+    prefetch = None if config.prefetch_depth is None else PrefetchOrder(prefetched, config.prefetch_depth)
+    hooks.add_entry_points((*config.forward_methods, *plan.entry_points), prefetch)
+    uses = DirectUses(watched, hooks.begin_pass, hooks.on_bypass, skipped)
+    hooks.around_passes(uses.start_pass, uses.end_pass)
+    attach(root, _HOOKS, hooks)
+    watch_wrapper(model)
 
 
 def mesh_for(model: nn.Module, config: StrategyConfig, *, is_training: bool) -> DeviceMesh:
@@ -252,16 +262,6 @@ def _check_mesh(mesh: object, config: StrategyConfig) -> None:
             )
 
 
-def _watch(
-    model: nn.Module, hooks: BypassHooks, units: Mapping[nn.Module, list[nn.Module]], skipped: set[nn.Module]
-) -> None:
-    """Watch the parameters of units that may be used without a call of their modules, and the model's wrapper."""
-    uses = DirectUses(units, hooks.begin_pass, hooks.on_bypass, skipped)
-    hooks.around_passes(uses.start_pass, uses.end_pass)
-    attach(unwrap_model(model), _HOOKS, hooks)
-    watch_wrapper(model)
-
-
 def watch_wrapper(model: nn.Module) -> None:
     """Register hooks with which a wrapper's forward can use parts of the sharded models in it; [Note: wrappers]."""
     waiting = [] if isinstance(model, FSDPModule) else list(model.children())
@@ -278,12 +278,10 @@ def _read_directly(plan: ShardPlan, compiled: Collection[nn.Module]) -> dict[nn.
     """Return the modules, not sharded yet, whose parameters may be used without a call, by unit; [Note: direct use]."""
     found: dict[nn.Module, list[nn.Module]] = {}
     for unit in plan.units:
-        if unit.kind in ("block", "experts", "vision") or unit.module in compiled:
-            continue
-        own = {id(parameter) for parameter in unit.parameters.values()}
-        holds = [m for m in unit.module.modules() if any(id(p) in own for p in m.parameters(recurse=False))]
-        if holds:
-            found[unit.module] = holds
+        if unit.kind not in ("block", "experts", "vision") and unit.module not in compiled:
+            own = {id(parameter) for parameter in unit.parameters.values()}
+            holds = [m for m in unit.module.modules() if any(id(p) in own for p in m.parameters(recurse=False))]
+            found |= {unit.module: holds} if holds else {}
     return found
 
 
@@ -295,17 +293,13 @@ def _finish(root: nn.Module, layers: TensorPlan | None, *, is_training: bool) ->
     watch_passes(root)
     register_wrapper(root)
     guard_calls(root, [module for module in root.modules() if isinstance(module, FSDPModule)])
-    _add_checks(root, layers)
+    store_initial_sums(root)
+    if layers is not None:  # ranks that share layers compute the same batch
+        feature("tensor.split").check_batches(root, layers.size)
     remember_buffers(root)
 
 
-def _check_sharded(
-    root: nn.Module,
-    mesh: DeviceMesh | None,
-    config: StrategyConfig,
-    *,
-    is_training: bool,
-) -> None:
+def _check_sharded(root: nn.Module, mesh: DeviceMesh | None, config: StrategyConfig, *, is_training: bool) -> None:
     """Raise if a sharded model was not sharded as `shard_model` is asked to; not collective."""
     state = model_state(root)
     if is_training and state.get(_IS_FOR_TRAINING) is False:
@@ -396,15 +390,6 @@ def _plan_layers(
     return layers
 
 
-def _check_layers(plan: ShardPlan, layers: TensorPlan | None, mesh: DeviceMesh | None) -> TensorPlan | None:
-    """Return how layers are split, corrected by what a tiny model shows; collective."""
-    if layers is None or mesh is None:
-        return None
-    with all_or_none(f"split the layers of {class_name(plan.model)}", ShardError):
-        corrected: TensorPlan = feature("tensor.check").check_tensor_plan(plan.model, layers, mesh)
-        return corrected
-
-
 def _split_layers(plan: ShardPlan, layers: TensorPlan | None, mesh: DeviceMesh | None) -> None:
     """Split the layers of a model over the axis "tp" of a mesh."""
     if layers is None or mesh is None:
@@ -429,18 +414,6 @@ def _divide_experts(
     log("%s: the experts of %s divided among %d ranks", class_name(plan.model), of_experts, mesh.size())
 
 
-def _add_checks(root: nn.Module, layers: TensorPlan | None) -> None:
-    """Store the sums of frozen parameters, and compare batches between ranks that share layers in each forward."""
-    store_initial_sums(root)
-    if layers is not None:
-        feature("tensor.split").check_batches(root, layers.size)
-
-
-def _prefetch_order(plan: ShardPlan, depth: int | None) -> PrefetchOrder | None:
-    units = [unit.module for unit in plan.units if unit.kind not in ("root", "vision")]
-    return None if depth is None else PrefetchOrder(units, depth)
-
-
 def _add_collective_hooks(plan: ShardPlan) -> None:
     """Register the hooks for ranks without images, and those that detect ranks that run different units."""
     watch_units(plan.model)
@@ -450,14 +423,6 @@ def _add_collective_hooks(plan: ShardPlan) -> None:
     fill_missing_gradients(group for group in parameter_groups(plan.model) if module_of(group) not in of_images)
     if encoder is not None:
         feature("vision_encoders").add_hooks(plan.model, encoder, plan.mixed_mm_data)
-
-
-def _fix_gradient_dtypes(plan: ShardPlan) -> None:
-    """Register the hooks that set the dtypes of gradients of a model that is trained."""
-    for param_group in parameter_groups(plan.model) if plan.precision.is_training else ():
-        fix_gradient_dtypes(param_group)
-        if plan.precision.use_mp_opt:
-            reduce_to_fp32(param_group)
 
 
 def _add_hooks_for_skipped(plan: ShardPlan, hooks: BypassHooks) -> set[nn.Module]:
@@ -489,14 +454,6 @@ def _add_cast_hooks(plan: ShardPlan) -> None:
             of_all = needs_own_dtype(unit.module)
             cast = cast_to_own if of_all else cast_unit_inputs(unit.compute_dtype)
             unit.module.register_forward_pre_hook(cast, with_kwargs=True)
-
-
-def _cast_inputs(plan: ShardPlan, hooks: BypassHooks, selected: Sequence[str] | bool) -> None:
-    """Register the hooks that cast the model's inputs, and those of modules of the root unit, in half precision."""
-    if (half := plan.precision.half) is not None:
-        units = {unit.module for unit in (*plan.units, *plan.ignored)}
-        is_policy = plan.policy is not None
-        hooks.cast_inputs(cast_where_weights_are(plan.model, units, half, selected, is_policy=is_policy))
 
 
 def _shape(mesh: DeviceMesh) -> str:

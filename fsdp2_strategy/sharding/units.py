@@ -12,12 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from fsdp2_strategy.config.strategy_config import StrategyConfig
 from fsdp2_strategy.distributed import process_group
@@ -64,23 +59,20 @@ def shard_units(
     """
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
     replicated = _replicate(plan)
-    shard = functools.partial(fully_shard, mesh=mesh, offload_policy=offload, ignored_params=set(replicated))
+    shard = functools.partial(fully_shard, offload_policy=offload, ignored_params=set(replicated))
     of_experts = mesh if expert_view is None else data_parallel_mesh(expert_view)
     root_policy = MixedPrecisionPolicy()
     for unit in sorted(plan.units, key=lambda unit: -unit.depth):
         policy = _policy(unit, plan.precision)
-        reshard = reshard_of(unit, plan, reshard_after_forward)
         if unit.module is plan.model:
             root_policy = policy
-        elif unit.kind == "vision":
-            shard(unit.module, mesh=build_mesh(1), mp_policy=policy, reshard_after_forward=reshard)
-        elif unit.kind == "experts":
-            shard(unit.module, mesh=of_experts, mp_policy=policy, reshard_after_forward=reshard)
-        else:
-            shard(unit.module, mp_policy=policy, reshard_after_forward=reshard)
+            continue
+        own_mesh = build_mesh(1) if unit.kind == "vision" else of_experts if unit.kind == "experts" else mesh
+        reshard = reshard_of(unit, plan, reshard_after_forward)
+        shard(unit.module, mesh=own_mesh, mp_policy=policy, reshard_after_forward=reshard)
         if unit.kind == "head" and unit.stays_gathered and reshard_after_forward:
             unit.module.register_forward_hook(reshard_without_backward)
-    shard(plan.model, mp_policy=root_policy, reshard_after_forward=_reshard_of_root(reshard_after_forward))
+    shard(plan.model, mesh=mesh, mp_policy=root_policy, reshard_after_forward=_reshard_of_root(reshard_after_forward))
     if replicated:
         average_gradients(plan.model, replicated)
     for module in (plan.model, *(unit.module for unit in plan.units)):
