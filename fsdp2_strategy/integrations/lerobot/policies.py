@@ -5,7 +5,9 @@ Input: nothing. Output: entries of `register_policy`, which `sharding.features.l
 
 from __future__ import annotations
 
-from fsdp2_strategy.sharding.known_policies import register_policy as register_policy
+from fsdp2_strategy.sharding.known_policies import register_policy
+
+__all__ = ["register_policy"]
 
 register_policy("act", ["ACTEncoderLayer", "ACTDecoderLayer"])
 register_policy("diffusion")
