@@ -56,19 +56,17 @@ from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.torch_internals import (
     CONVOLUTIONS,
     base_of,
+    begin_forward,
     choose_root,
+    end_forward,
     forget_forward_root,
     fsdp_state_of,
     gather,
     is_gathered_for_backward,
     is_in_backward,
-    mark_forward,
     mark_idle,
-    param_group_post_forward,
-    param_group_pre_forward,
     param_groups_of,
     pre_backward_hook,
-    prefetch_for_forward,
     run_post_forward,
     run_pre_forward,
     tree_leaves,
@@ -440,23 +438,15 @@ class _Unit:
 
     def open(self, module: nn.Module, args: Any, kwargs: Any) -> _Inputs:
         """Gather the unit before its first submodule runs, and return the inputs with FSDP2's backward hook."""
-        state = self._state
-        mark_forward(state)
-        for param_group in param_groups_of(state):
-            args, kwargs = param_group_pre_forward(param_group, module, args, kwargs)
-        prefetch_for_forward(state)
+        args, kwargs = begin_forward(self._state, module, args, kwargs)
         self.is_open = self.was_bypassed = True
         return args, kwargs
 
     def close(self) -> None:
         """Free the gathered parameters as FSDP2 does after a forward, unless a forward has freed them already."""
-        if not self.is_open:
-            return
-        self.is_open = False
-        state = self._state
-        for param_group in param_groups_of(state):
-            param_group_post_forward(param_group, self.module)
-        mark_idle(state)
+        if self.is_open:
+            self.is_open = False
+            end_forward(self._state, self.module)
 
     def gather_for_gradients_of(self, output: Any) -> None:
         """Register hooks on an output's tensors; in backward, these hooks all-gather the unit."""

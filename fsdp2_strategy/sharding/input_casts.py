@@ -42,6 +42,7 @@ from fsdp2_strategy.hf.library_internals import lists_blocks
 from fsdp2_strategy.model.fsdp_state import class_name
 from fsdp2_strategy.sharding.bypassed_units import cast_to_own, needs_own_dtype
 from fsdp2_strategy.sharding.module_tree import ModuleTree
+from fsdp2_strategy.sharding.skipped_units import with_input
 
 _FOR_LOSS_OR_TIME = re.compile(r"(labels?|targets?|advantages?|returns|rewards?|log_?probs|timesteps?|sigmas?)$")
 """Names of inputs that models compute a loss or an embedding of times with."""
@@ -158,16 +159,13 @@ def cast_outputs(module: nn.Module, dtype: torch.dtype) -> None:
     module.register_forward_hook(lambda _module, _inputs, output: cast_floating(output, dtype))
 
 
-def cast_first(dtype: torch.dtype) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
+def cast_first(dtype: torch.dtype) -> Hook:
     """Return a hook that casts the first floating input of a module; see [Note: inputs]."""
 
     def cast(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:
-        for i, value in enumerate(args):
+        for place, value in (*enumerate(args), *kwargs.items()):
             if isinstance(value, torch.Tensor) and value.is_floating_point():
-                return (*args[:i], value.to(dtype), *args[i + 1 :]), kwargs
-        for name, value in kwargs.items():
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                return args, {**kwargs, name: value.to(dtype)}
+                return with_input(args, kwargs, place, value.to(dtype))
         return args, kwargs
 
     return cast

@@ -46,18 +46,15 @@ from torch import nn
 from fsdp2_strategy.distributed.process_group import current_device
 from fsdp2_strategy.distributed.torch_internals import (
     IS_MANAGED,
+    begin_forward,
     changes_of,
+    end_forward,
     fsdp_state_of,
     gather,
     has_forward_hook,
     is_in_backward,
-    mark_forward,
-    mark_idle,
-    param_group_post_forward,
-    param_group_pre_forward,
     param_groups_of,
     pre_backward_hook,
-    prefetch_for_forward,
     tree_flatten,
     tree_leaves,
     tree_unflatten,
@@ -429,22 +426,16 @@ def _modules_of(units: Iterable[_Unit]) -> Iterator[nn.Module]:
 def _run_as_identity(unit: _Unit, number: torch.Tensor) -> torch.Tensor:
     """Gather and free a unit as if it ran; return a number whose backward gathers and reduces it; collective."""
     state = fsdp_state_of(unit.module)
-    param_groups = param_groups_of(state)
     if is_in_backward():  # a recomputation
-        for param_group in param_groups:
+        for param_group in param_groups_of(state):
             gather(param_group)
         for inner in unit.inner:
             number = _run_as_identity(inner, number)
         return number
-    mark_forward(state)
-    for param_group in param_groups:
-        (number,), _ = param_group_pre_forward(param_group, unit.module, (number,), {})
-    prefetch_for_forward(state)
+    (number,), _ = begin_forward(state, unit.module, (number,), {})
     for inner in unit.inner:
         number = _run_as_identity(inner, number)
-    for param_group in param_groups:
-        param_group_post_forward(param_group, unit.module)
-    mark_idle(state)
+    end_forward(state, unit.module)
     if not torch.is_grad_enabled():
         if has_forward_hook(unit.module, reshard_without_backward):
             reshard_without_backward(unit.module)
@@ -475,7 +466,7 @@ def _first_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.T
     inputs: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     for place, value in inputs:
         if _is_floating(value) and value.requires_grad:
-            return value, functools.partial(_with_input, args, kwargs, place)
+            return value, functools.partial(with_input, args, kwargs, place)
     leaves, rebuild = _flatten((args, kwargs))
     places = [place for place, leaf in enumerate(leaves) if _is_floating(leaf)]
     first = next((i for i in places if leaves[i].requires_grad), next(iter(places), None))
@@ -484,7 +475,8 @@ def _first_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.T
     return leaves[first], lambda changed: rebuild([*leaves[:first], changed, *leaves[first + 1 :]])
 
 
-def _with_input(args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str, value: torch.Tensor) -> Any:
+def with_input(args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str, value: torch.Tensor) -> Any:
+    """Return the inputs of a module with a tensor in the place of one of them."""
     if isinstance(place, int):
         return (*args[:place], value, *args[place + 1 :]), kwargs
     return args, {**kwargs, place: value}
