@@ -113,10 +113,15 @@ def differing_buffers(root: nn.Module) -> list[str]:
     """Return the names of the persistent buffers whose values differ between the ranks; collective."""
     check_same_buffers(root, "compare the buffers", CheckpointError)
     buffers = _plain_buffers(root)
-    sums = torch.tensor([_sum(buffer) for buffer in buffers.values()], dtype=torch.float64, device=control_device())
-    extremes = torch.stack([sums, -sums])
+    return differing_numbers({name: _sum(buffer) for name, buffer in buffers.items()})
+
+
+def differing_numbers(numbers: Mapping[str, float]) -> list[str]:
+    """Return the names of the numbers that differ between the ranks, which have the same names; collective."""
+    own = torch.tensor(list(numbers.values()), dtype=torch.float64, device=control_device())
+    extremes = torch.stack([own, -own])
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group_in_use())
-    return [name for name, spread in zip(buffers, extremes.sum(dim=0).tolist(), strict=True) if spread]
+    return [name for name, spread in zip(numbers, extremes.sum(dim=0).tolist(), strict=True) if spread]
 
 
 def _sum(buffer: torch.Tensor) -> float:

@@ -101,17 +101,13 @@ def fingerprints(tensors: Mapping[str, torch.Tensor], local: torch.Tensor) -> di
     return {name: Fingerprint(str(t.dtype), *pair) for (name, t), pair in zip(tensors.items(), digits, strict=True)}
 
 
-def _is_first_replica(tensor: torch.Tensor) -> bool:
-    """Return whether this rank holds the first replica of its elements; only that replica is summed."""
-    return replica_of(tensor)[0] == 0 if isinstance(tensor, DTensor) else is_rank_0()
-
-
 @torch.no_grad()
 def _sums(tensor: torch.Tensor, offset_weights: torch.Tensor) -> torch.Tensor:
     """Return the two weighted sums of one tensor over this rank's elements."""
     values = values_of(tensor)
     totals = torch.zeros(2, dtype=torch.int64, device=values.device)
-    if not values.numel() or not _is_first_replica(tensor):
+    is_first_replica = replica_of(tensor)[0] == 0 if isinstance(tensor, DTensor) else is_rank_0()
+    if not values.numel() or not is_first_replica:  # only the first replica is summed
         return totals
     rounded = values.is_floating_point() and values.dtype != torch.bfloat16
     offset_weights = offset_weights.to(values.device)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy.distributed.torch_internals import (
     drop_gather_in_flight,
@@ -29,22 +28,12 @@ def is_sharded(model: nn.Module) -> bool:
     return isinstance(unwrap_model(model), FSDPModule)
 
 
-def has_unsharded_parameters(model: nn.Module) -> bool:
-    """Return whether any parameter of ``model`` belongs to no unit; not collective."""
-    if isinstance(model, FSDPModule):
-        return False
-    own = next(model.parameters(recurse=False), None)
-    return own is not None or any(has_unsharded_parameters(child) for child in model.children())
-
-
-def has_unsharded_training(model: nn.Module) -> bool:
-    """Return whether a trainable parameter of ``model`` belongs to no unit, and is not a DTensor; not collective."""
-    if isinstance(model, FSDPModule):
-        return False
-    own = model.parameters(recurse=False)
-    if any(parameter.requires_grad and not isinstance(parameter, DTensor) for parameter in own):
-        return True
-    return any(map(has_unsharded_training, model.children()))
+def parameters_outside_units(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters of ``model`` that belong to no unit; not collective."""
+    if not isinstance(model, FSDPModule):
+        yield from model.parameters(recurse=False)
+        for child in model.children():
+            yield from parameters_outside_units(child)
 
 
 def parameter_groups(model: nn.Module) -> Iterator[Any]:

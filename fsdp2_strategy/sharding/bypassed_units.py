@@ -95,10 +95,6 @@ _ABOUT_DTYPES = (
 )
 
 
-def _run(_root: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return method(*args, **kwargs)
-
-
 class BypassHooks:
     """Register hooks that track which units are running, and gather units whose forward is bypassed.
 
@@ -136,14 +132,14 @@ class BypassHooks:
         self._kind: _PassKind | None = None
         """The kind of the running pass; None if none is running."""
         self._prefetch: PrefetchOrder | None = None
-        self.around_method: Callable[..., Any] = _run
+        self.around_method: Callable[..., Any] = lambda _root, method, *args, **kwargs: method(*args, **kwargs)
         """Is called with the root, one of its methods and the arguments, and runs it."""
         self.on_bypass: Callable[[nn.Module], None] | None = None
         """Is called with each unit whose forward is bypassed."""
-        self._at_start: list[Callable[[], None]] = []
-        """Called at the start of a pass, or of a wrapper's forward that may begin one."""
-        self._at_end: list[Callable[[], None]] = []
-        """Called at the end of a pass, before FSDP2's hooks."""
+        self.at_start: Callable[[], None] = lambda: None
+        """Is called at the start of a pass, or of a wrapper's forward that may begin one."""
+        self.at_end: Callable[[], None] = lambda: None
+        """Is called at the end of a pass, before FSDP2's hooks."""
         self._wrappers: WeakSet[nn.Module] = WeakSet()
         self._wrapper_depth = 0
         """Number of nested forwards of wrappers that are running; see [Note: wrappers]."""
@@ -187,11 +183,6 @@ class BypassHooks:
         wrapper.register_forward_pre_hook(self._enter_wrapper, prepend=True)
         wrapper.register_forward_hook(self._leave_wrapper, always_call=True)
 
-    def around_passes(self, start: Callable[[], None], end: Callable[[], None]) -> None:
-        """Call a function at the start of each pass, and one at its end."""
-        self._at_start.append(start)
-        self._at_end.append(end)
-
     def begin_pass(self) -> bool:
         """Return whether a pass is running; begin one if the forward of a wrapper is running."""
         if not self._depth and self._wrapper_depth:
@@ -205,7 +196,7 @@ class BypassHooks:
         choose_root(fsdp_state_of(self._root))  # it reads all parameters, before the first pass
         self._wrapper_depth += 1
         if self._wrapper_depth == 1 and not self._depth:
-            self._start()
+            self.at_start()
 
     def _leave_wrapper(self, _wrapper: nn.Module, _inputs: object, output: Any) -> Any:
         """End the pass that a wrapper's forward has begun; ``output`` is None if the forward raised."""
@@ -290,16 +281,12 @@ class BypassHooks:
         self._depth += 1
         if self._depth > 1:
             return
-        self._start()
+        self.at_start()
         self._kind = (method, self._root.training, torch.is_grad_enabled())
         if not self._are_hooks_needed and self._kind not in self._kinds_without_hooks:
             self._register_hooks()
         if self._prefetch is not None:
             self._prefetch.start_pass(self._kind)
-
-    def _start(self) -> None:
-        for call in self._at_start:
-            call()
 
     def _register_hooks(self) -> None:
         """Register hooks on the modules with direct parameters, before FSDP2's, which free the parameters."""
@@ -319,8 +306,7 @@ class BypassHooks:
             return
         while self._open:
             self._open.pop(0).close()
-        for call in self._at_end:
-            call()
+        self.at_end()
         if self._bypassed_names:
             names = some(sorted(self._bypassed_names), "unit")
             log("%s: the forward of %s is bypassed; their submodules gather them", self._name, names)

@@ -9,7 +9,7 @@ fully_shard, inner units first -> prefetch order -> entry points.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -69,8 +69,7 @@ if TYPE_CHECKING:
     from fsdp2_strategy.parallel.tensor.plan import TensorPlan
 
 _IS_FOR_TRAINING = Slot[bool]("sharded for training")
-_EXPERT_SIZE = Slot[int]("ranks that divide experts")
-_GIVEN_PLAN = Slot[dict[str, str] | None]("plan of the user for layers")
+_SETTINGS = Slot[StrategyConfig]("settings of a sharded model")
 _HALF = (torch.float16, torch.bfloat16)
 _HOOKS = Slot[BypassHooks]("hooks on passes")
 _DTYPES = Slot[dict[str, torch.dtype]]("dtypes of shards for training")
@@ -132,9 +131,8 @@ def shard_model(
         decision = _decide(root, mesh, config, is_training=is_training)
         _carry_out(model, decision, mesh, config)
         model_state(root).set(_IS_FOR_TRAINING, is_training)
-        model_state(root).set(_EXPERT_SIZE, config.expert_parallel_size)
-        given = config.tensor_parallel_plan if decision.layers else None
-        model_state(root).set(_GIVEN_PLAN, None if given is None else dict(given))
+        # A plan for layers that are not split has no effect.
+        model_state(root).set(_SETTINGS, config if decision.layers else replace(config, tensor_parallel_plan=None))
         _finish(root, decision.layers, is_training=is_training)
         units = counted(len(decision.plan.units), "unit")
         log("sharded %s over %s: %s, %s", type(root).__name__, _shape(mesh), units, decision.plan.source)
@@ -231,7 +229,7 @@ def _carry_out(model: nn.Module, decision: _Decision, mesh: DeviceMesh, config: 
     prefetch = None if config.prefetch_depth is None else PrefetchOrder(prefetched, config.prefetch_depth)
     hooks.add_entry_points((*config.forward_methods, *plan.entry_points), prefetch)
     uses = DirectUses(watched, hooks.begin_pass, hooks.on_bypass, skipped)
-    hooks.around_passes(uses.start_pass, uses.end_pass)
+    hooks.at_start, hooks.at_end = uses.start_pass, uses.end_pass
     attach(root, _HOOKS, hooks)
     watch_wrapper(model)
 
@@ -307,14 +305,14 @@ def _check_sharded(root: nn.Module, mesh: DeviceMesh | None, config: StrategyCon
             f"cannot shard {class_name(root)} for training: it is already sharded for inference, without fp32 "
             "master weights, expected a model that is not sharded. Pass is_training=True in the first call."
         )
+    settings = state.get(_SETTINGS) or StrategyConfig()
     compared: dict[str, tuple[Any, Any]] = {}
     if mesh is not None:
         layer_mesh = tensor_parallel_mesh(mesh)
         compared["tensor_parallel_size"] = ranks_per_layer(root), 1 if layer_mesh is None else layer_mesh.size()
-        of_experts = state.get(_EXPERT_SIZE)
-        compared["expert_parallel_size"] = of_experts or 1, config.expert_parallel_size
+        compared["expert_parallel_size"] = settings.expert_parallel_size, config.expert_parallel_size
     if config.tensor_parallel_plan is not None:
-        compared["tensor_parallel_plan"] = state.get(_GIVEN_PLAN), dict(config.tensor_parallel_plan)
+        compared["tensor_parallel_plan"] = settings.tensor_parallel_plan, config.tensor_parallel_plan
     for name, (before, asked) in compared.items():
         if before != asked:
             raise ShardError(
