@@ -163,7 +163,8 @@ def cast_first(dtype: torch.dtype) -> Hook:
     """Return a hook that casts the first floating input of a module; see [Note: inputs]."""
 
     def cast(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:
-        for place, value in (*enumerate(args), *kwargs.items()):
+        inputs: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        for place, value in inputs:
             if isinstance(value, torch.Tensor) and value.is_floating_point():
                 return with_input(args, kwargs, place, value.to(dtype))
         return args, kwargs

@@ -475,7 +475,9 @@ def _first_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.T
     return leaves[first], lambda changed: rebuild([*leaves[:first], changed, *leaves[first + 1 :]])
 
 
-def with_input(args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str, value: torch.Tensor) -> Any:
+def with_input(
+    args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str, value: torch.Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the inputs of a module with a tensor in the place of one of them."""
     if isinstance(place, int):
         return (*args[:place], value, *args[place + 1 :]), kwargs
