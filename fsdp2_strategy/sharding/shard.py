@@ -165,7 +165,7 @@ def _decide(root: nn.Module, mesh: DeviceMesh, config: StrategyConfig, *, is_tra
         plan = plan_units(root, config, is_training=is_training, experts=experts.values())
         recomputed = modules_to_recompute(plan, config.activation_checkpointing)
         check_selected(root, config.cast_inputs)
-        _check_experts(plan, experts, is_compiled=bool(config.compile_blocks))
+        _check_experts(plan, experts)
         others = {
             "compile_blocks": config.compile_blocks,
             "an integer as reshard_after_forward": not isinstance(reshard, bool),
@@ -344,15 +344,8 @@ def check_dtypes(model: nn.Module) -> None:
             )
 
 
-def _check_experts(plan: ShardPlan, experts: Mapping[str, nn.Module], *, is_compiled: bool) -> None:
-    """Raise if the experts of a model cannot be divided with the other options; not collective."""
-    if not experts:
-        return
-    if is_compiled:
-        raise ShardError(
-            f"cannot divide the experts of {class_name(plan.model)}: compile_blocks is set, expected models without "
-            "it. Leave it out, or set expert_parallel_size=1."
-        )
+def _check_experts(plan: ShardPlan, experts: Mapping[str, nn.Module]) -> None:
+    """Raise if the experts of a model are not units of their own; not collective."""
     units = {unit.module: unit.kind for unit in plan.units}
     if wrong := [name for name, module in experts.items() if units.get(module) != "experts"]:
         raise ShardError(
