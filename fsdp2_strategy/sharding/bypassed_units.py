@@ -524,11 +524,7 @@ def clone_view_outputs(_module: nn.Module, _inputs: object, output: Any) -> Any:
 
 
 def find_bypassed_units(
-    root: nn.Module,
-    units: Mapping[nn.Module, str],
-    run: Callable[[nn.Module], object],
-    *,
-    ignored: Iterable[nn.Module],
+    root: nn.Module, units: Mapping[nn.Module, str], run: Callable[[nn.Module], object], *, ignored: Iterable[nn.Module]
 ) -> list[str]:
     """Run an unsharded model, and return the names of the units whose submodules ran outside the unit's forward."""
     found: dict[str, None] = {}

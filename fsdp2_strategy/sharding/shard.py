@@ -211,13 +211,8 @@ def _carry_out(model: nn.Module, decision: _Decision, mesh: DeviceMesh, config: 
         hooks.cast_inputs(cast_where_weights_are(root, units, half, config.cast_inputs, is_policy=is_policy))
     # The modules that hold parameters are found while these are still those of the plan.
     watched = _read_directly(plan, compiled)
-    shard_units(
-        plan,
-        data_parallel_mesh(mesh),
-        decision.reshard,
-        cpu_offload=config.cpu_offload,
-        expert_view=decision.expert_view,
-    )
+    data_mesh = data_parallel_mesh(mesh)
+    shard_units(plan, data_mesh, decision.expert_view, decision.reshard, cpu_offload=config.cpu_offload)
     # All that follows hangs on FSDP2's parameter groups, which exist now. Gradients get their dtypes before other hooks
     # see them.
     for param_group in parameter_groups(root) if plan.precision.is_training else ():

@@ -48,10 +48,10 @@ def shard_size_for(
 def shard_units(
     plan: ShardPlan,
     mesh: DeviceMesh,
+    expert_view: DeviceMesh | None,
     reshard_after_forward: bool | int,
     *,
     cpu_offload: bool,
-    expert_view: DeviceMesh | None = None,
 ) -> None:
     """Call `fully_shard` on each unit of a plan: the deepest units first, the root last.
 
