@@ -31,9 +31,6 @@ class Slot(Generic[T]):
         self.names.add(name)
         self.name = name
 
-    def __repr__(self) -> str:
-        return f"Slot({self.name!r})"
-
 
 class ModelState:
     """The slot values of one model, optimizer or unit."""

@@ -135,6 +135,11 @@ class _Call:
     has_trained_input: bool = False
     """Whether an output of the part that ran last requires a gradient; before the first one, an input of the owner."""
 
+    def not_reached_from(self, values: Any) -> _Tensors:
+        """Return the numbers and outputs, not attached yet, that nested values do not depend on."""
+        leaves = _leaves(values) if self.outputs else []
+        return self.numbers + tuple(each for group in self.outputs if not _depends(leaves, group) for each in group)
+
 
 class SkippedUnits:
     """Register hooks that let ranks skip different parts of a sharded model; see [Note: skipped units]."""
@@ -250,10 +255,7 @@ class _Owner:
             return None
         tensor, replace = found
         before = (tensor,) if tensor.requires_grad else ()
-        others = call.numbers
-        if call.outputs:
-            values = _leaves((args, kwargs))
-            others += tuple(each for group in call.outputs if not _depends(values, group) for each in group)
+        others = call.not_reached_from((args, kwargs))
         call.outputs = call.numbers = ()
         part.has_trained_input = tensor.requires_grad
         if not skipped and not others and (before or not self._needs_gradient(part)):
@@ -342,10 +344,7 @@ class _Owner:
         if len(call.results) > 1:
             self._find_parallel(call, output)
         is_joined = sum(container in self._parallel for container, *_ in call.results) > 1
-        others = call.numbers
-        if call.outputs:
-            values = _leaves(output)
-            others += tuple(each for group in call.outputs if not _depends(values, group) for each in group)
+        others = call.not_reached_from(output)
         if not skipped and not others and not is_joined:
             return None
         return self._attach_to_output(output, call, skipped, others, is_joined=is_joined)
