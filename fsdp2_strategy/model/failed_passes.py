@@ -68,7 +68,7 @@ def failed_pass(root: nn.Module) -> Pass | None:
 
 
 def reset_after_failed_pass(root: nn.Module) -> Pass | None:
-    """Reset the units after a failed pass; return its kind: the caller drops gradients of a backward pass."""
+    """Reset the units after a failed pass; return its kind. The caller drops the gradients of a backward pass."""
     failed, state = failed_pass(root), model_state(root)
     if failed is not None and not state.get(_IS_RESET):
         reset_units(root)

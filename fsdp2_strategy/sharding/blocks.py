@@ -99,7 +99,7 @@ def modules_of_class(model: nn.Module, class_names: Sequence[str]) -> dict[str, 
 
 
 def class_names_of(model: nn.Module, classes: Classes) -> tuple[str, ...]:
-    """Return the class names of the model's modules that are instances of the given classes, sorted; names are kept.
+    """Return the class names of the model's modules that are instances of the given classes, sorted; keep given names.
 
     Trainers pass the same classes for all their models, so a class without an instance in the model is left out if
     another class or a name is given. Otherwise the names of the classes are returned, for an error that lists them.

@@ -300,7 +300,7 @@ class BypassHooks:
                 self._handles.append(module.register_forward_hook(after, prepend=True))
 
     def _leave(self, _root: object, _inputs: object, output: object) -> None:
-        """Close all units at the end of a pass; ``output`` is None if the pass raised."""
+        """Close all units at the end of a pass, and remove unneeded hooks; ``output`` is None if it raised."""
         self._depth = max(0, self._depth - 1)  # `_enter` has not run if an earlier pre-hook raised
         if self._depth:
             return
@@ -400,7 +400,7 @@ class _Unit:
         self._on_cache: Callable[[], None] | None = None
 
     def track(self, on_cache: Callable[[], None] | None) -> list[RemovableHandle]:
-        """Register hooks that track whether the unit is running, and whether it receives a cache with gradients."""
+        """Register hooks that track whether the unit runs, and call ``on_cache`` if it gets a cache in training."""
         self._on_cache = on_cache
         return [
             self.module.register_forward_pre_hook(self._begin, with_kwargs=True),

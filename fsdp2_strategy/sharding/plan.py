@@ -177,7 +177,7 @@ class ShardPlan:
                 )
 
     def _unexpected_in(self, root: Unit) -> int:
-        """Return how many of the root unit's parameters are not there by design: tied, or of an embedding or head."""
+        """Return the number of the root unit's parameters besides tied ones and those of embeddings and heads."""
         expected = {name for names in self.ties for name in names}
         for module in self.model.modules():
             head = getattr(module, "get_output_embeddings", lambda: None)()

@@ -63,7 +63,7 @@ class Precision:
         return _at_least_fp32(compute_dtype) if self.reduce_in_full_precision else compute_dtype
 
     def stored_dtype(self, parameter: torch.Tensor, compute_dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of a parameter's shard: fp32 or wider for trained ones, without masters in the optimizer.
+        """Return the dtype of a parameter's shard: fp32 or wider for trained ones, unless the optimizer has masters.
 
         Other parameters are stored in the compute dtype. One exception: in training without half precision, a frozen
         parameter whose dtype is narrower than fp32 keeps its dtype, although it is gathered in fp32.

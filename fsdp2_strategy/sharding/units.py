@@ -95,7 +95,7 @@ def check_reshard(reshard_after_forward: bool | int, shard_size: int) -> bool | 
 
 
 def reshard_of(unit: Unit, plan: ShardPlan, reshard_after_forward: bool | int) -> bool | int | None:
-    """Return the argument ``reshard_after_forward`` of `fully_shard` for a unit, of what `check_reshard` returns.
+    """Return the argument ``reshard_after_forward`` of `fully_shard` for a unit, given what `check_reshard` returned.
 
     It is None for the root unit if the other units are resharded to all ranks.
     """
