@@ -58,7 +58,7 @@ from fsdp2_strategy.model.gradients import may_have_unequal_gradients
 from fsdp2_strategy.model.offloading import check_resident
 from fsdp2_strategy.model.ranks import on_ranks_of, ranks_per_layer
 from fsdp2_strategy.model.state import Slot, model_state
-from fsdp2_strategy.model.swapped_weights import check_own_weights, swapped_error
+from fsdp2_strategy.model.swapped_weights import check_own_weights, is_swapped, swapped_error
 from fsdp2_strategy.model.weight_versions import count_change
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.optim.accumulation import Accumulation, LossScale, ReducedStep, accumulation_of
@@ -559,8 +559,8 @@ def _reduce(
             ``numbers`` differ between ranks, or buffers have changed that have other names or dtypes on other ranks, or
             the ranks have run different units.
     """
-    if (swapped := swapped_error(root, "step")) is not None:
-        defer_error(swapped)
+    if is_swapped(root):
+        defer_error(swapped_error(root, "step", StepError))
     is_changed, buffers = changed_buffers(root) if sync_buffers != "off" else (False, digest_numbers(None))
     with on_ranks_of(parameters):
         own, used = sums.values(), used_numbers(parameters, root, world_size())
