@@ -61,7 +61,7 @@ from fsdp2_strategy.hf.load import load_pretrained, needs_values
 from fsdp2_strategy.hf.meta.init_on_meta import init_on_meta
 from fsdp2_strategy.hf.packed_rows import keep_documents_apart
 from fsdp2_strategy.model.buffers import differing_buffers
-from fsdp2_strategy.model.fsdp_state import has_unsharded_parameters, is_sharded
+from fsdp2_strategy.model.fsdp_state import is_sharded, parameters_outside_units
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.model.offloading import free_host_buffers
 from fsdp2_strategy.model.ranks import on_ranks_of
@@ -1046,4 +1046,4 @@ def _should_shard(model: object) -> bool:
     """
     if not isinstance(model, nn.Module) or not isinstance(vars(model).get("base_model", model), nn.Module):
         return False
-    return is_sharded(model) or has_unsharded_parameters(model)
+    return is_sharded(model) or any(True for _ in parameters_outside_units(model))

@@ -19,6 +19,7 @@ from helpers.policies.pi0 import PI0Policy
 
 from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
 from fsdp2_strategy.distributed.agreement import from_rank_0
+from fsdp2_strategy.sharding.features import load_policies
 from fsdp2_strategy.sharding.known_policies import _registered
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -181,6 +182,7 @@ def test_noise_differs_between_ranks_and_comes_again(tmp_path):
 
 
 def test_the_table_of_policies_is_that_of_the_code():
+    load_policies()
     page = (DOCS / "coming_from_lerobot.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \| (yes)? ?\|$", page, flags=re.MULTILINE)
     shown = {name: (tuple(re.findall(r"`(\w+)`", blocks)), bool(bypassed)) for name, blocks, bypassed in rows}

@@ -15,6 +15,7 @@ from helpers.peers import lerobot_package
 from torch import nn
 
 from fsdp2_strategy import find_blocks
+from fsdp2_strategy.sharding.features import load_policies
 from fsdp2_strategy.sharding.known_policies import _registered
 
 TEXT = {"vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "pad_token_id": 0}
@@ -65,6 +66,7 @@ def test_every_layer_of_the_real_pi_policies_is_a_block(name):
 
 
 def test_the_table_of_policies_names_classes_that_lerobot_or_transformers_has():
+    load_policies()
     policies = lerobot_package() / "policies"
     trees = [ast.parse(path.read_text()) for path in policies.rglob("*.py")]
     classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]

@@ -89,11 +89,6 @@ def is_gathered_for_backward(state_or_param_group: Any) -> bool:
     return bool(state_or_param_group._training_state == TrainingState.PRE_BACKWARD)
 
 
-def mark_forward(state: FSDPState) -> None:
-    """Mark a unit as being in its forward pass; the caller must run the unit's post-forward hook later."""
-    state._training_state = TrainingState.FORWARD
-
-
 def has_forward_hook(module: nn.Module, hook: Callable[..., Any]) -> bool:
     """Return whether a function is a forward hook of a module."""
     return hook in module._forward_hooks.values()
@@ -118,13 +113,6 @@ def run_after_backward(state: FSDPState, function: Callable[[], None]) -> None:
         function()
 
     state.__dict__["_root_post_backward_final_callback"] = finish_and_run
-
-
-def prefetch_for_forward(state: FSDPState) -> None:
-    """Start the all-gathers of the units that this unit is set to prefetch in its forward."""
-    for ahead in state._states_to_forward_prefetch:
-        for param_group in param_groups_of(ahead):
-            param_group._prefetch_unshard(param_group, "forward")
 
 
 # --- FSDP2: a parameter group ---------------------------------------------------------------------------------------
@@ -222,14 +210,25 @@ def reset_param_group(param_group: FSDPParamGroup) -> None:
     param_group._to_sharded()  # type: ignore[no-untyped-call]
 
 
-def param_group_pre_forward(param_group: FSDPParamGroup, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """All-gather a unit before its forward; return its inputs with the backward hook that reduces its gradients."""
-    return param_group.pre_forward(module, args, kwargs)
+def begin_forward(state: FSDPState, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """All-gather a unit as before its forward, until `end_forward`, and start its prefetches.
+
+    Return the inputs of a module within it with the backward hook that reduces the unit's gradients.
+    """
+    state._training_state = TrainingState.FORWARD
+    for param_group in param_groups_of(state):
+        args, kwargs = param_group.pre_forward(module, args, kwargs)
+    for ahead in state._states_to_forward_prefetch:
+        for param_group in param_groups_of(ahead):
+            param_group._prefetch_unshard(param_group, "forward")
+    return args, kwargs
 
 
-def param_group_post_forward(param_group: FSDPParamGroup, module: nn.Module) -> None:
-    """Run FSDP2's post-forward of a parameter group, which frees the unit's gathered parameters."""
-    param_group.post_forward(module, None, None)
+def end_forward(state: FSDPState, module: nn.Module) -> None:
+    """Free the gathered parameters of a unit as after its forward, without hooks for its backward."""
+    for param_group in param_groups_of(state):
+        param_group.post_forward(module, None, None)
+    mark_idle(state)
 
 
 def reduce_gradients(param_group: FSDPParamGroup) -> None:

@@ -114,11 +114,7 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 def shard_at(
     shape: tuple[int, ...], sizes: tuple[int, ...], coordinate: tuple[int, ...], placements: tuple[Placement, ...]
 ) -> LocalShard:
-    """Return the elements that the rank at a coordinate of a mesh of these sizes holds.
-
-    Raises:
-        ShardError: a placement neither shards nor replicates, or the order of splits cannot be told.
-    """
+    """Return the elements that the rank at a coordinate of a mesh of these sizes holds; ShardError if undefined."""
     splits: dict[int, list[tuple[int, int, int]]] = {}
     for size, index, placement in zip(sizes, coordinate, placements, strict=True):
         if isinstance(placement, Shard | StridedShard):

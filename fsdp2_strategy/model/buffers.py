@@ -58,13 +58,7 @@ def keeps_statistics(module: nn.Module) -> bool:
 
 
 def is_statistic(module_name: str, module: nn.Module, buffer: str) -> bool:
-    """Return whether a buffer is a statistic of data: of BatchNorm, of a normaliser, or by its name.
-
-    Args:
-        module_name: dotted name of the module that holds the buffer.
-        module: this module.
-        buffer: name of the buffer within it.
-    """
+    """Return whether a buffer is a statistic of data: of BatchNorm, of a normaliser, or by its name."""
     is_normaliser = _NORMALISER.search(f"{module_name}.{type(module).__name__}") is not None
     return keeps_statistics(module) or is_normaliser or _STATISTIC.search(buffer) is not None
 
@@ -75,11 +69,7 @@ def remember_buffers(root: nn.Module) -> None:
 
 
 def changed_buffers(root: nn.Module) -> tuple[bool, list[float]]:
-    """Compare this rank's persistent buffers with those of the last step; not collective.
-
-    Returns:
-        Whether any has changed, and numbers of `equal_values` that compare the names and dtypes of all between ranks.
-    """
+    """Return whether any buffer has changed since the last step, and `digest_numbers` of all names and dtypes."""
     seen = model_state(root).get(_SEEN)
     buffers = {} if seen == {} else _plain_buffers(root)  # walking the modules of a large model takes milliseconds
     facts = [(name, buffer.dtype) for name, buffer in buffers.items()]
@@ -96,13 +86,7 @@ def check_same_buffers(root: nn.Module, action: str, error: type[FSDP2StrategyEr
 def sync_buffers(root: nn.Module, mode: str) -> None:
     """Make the persistent buffers that have changed on any rank equal on all ranks; collective.
 
-    Args:
-        root: the model.
-        mode: "broadcast" for the values of the first rank; "mean" for the average of floating-point buffers, and the
-            first rank's values of all others.
-
-    Raises:
-        StepError: on every rank: a buffer has another number of elements on another rank.
+    ``mode`` is "broadcast" or "mean", see [Note: changing buffers]. Raises StepError on every rank if sizes differ.
     """
     buffers = _plain_buffers(root)
     changed = _changed(model_state(root).get(_SEEN) or {}, buffers)
@@ -126,17 +110,18 @@ def sync_buffers(root: nn.Module, mode: str) -> None:
 
 
 def differing_buffers(root: nn.Module) -> list[str]:
-    """Return the names of the persistent buffers whose values differ between the ranks; collective.
-
-    Raises:
-        CheckpointError: on every rank: names or dtypes of the buffers differ between the ranks.
-    """
+    """Return the names of the persistent buffers whose values differ between the ranks; collective."""
     check_same_buffers(root, "compare the buffers", CheckpointError)
     buffers = _plain_buffers(root)
-    sums = torch.tensor([_sum(buffer) for buffer in buffers.values()], dtype=torch.float64, device=control_device())
-    extremes = torch.stack([sums, -sums])
+    return differing_numbers({name: _sum(buffer) for name, buffer in buffers.items()})
+
+
+def differing_numbers(numbers: Mapping[str, float]) -> list[str]:
+    """Return the names of the numbers that differ between the ranks, which have the same names; collective."""
+    own = torch.tensor(list(numbers.values()), dtype=torch.float64, device=control_device())
+    extremes = torch.stack([own, -own])
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group_in_use())
-    return [name for name, spread in zip(buffers, extremes.sum(dim=0).tolist(), strict=True) if spread]
+    return [name for name, spread in zip(numbers, extremes.sum(dim=0).tolist(), strict=True) if spread]
 
 
 def _sum(buffer: torch.Tensor) -> float:
@@ -190,11 +175,7 @@ def _changed(seen: _Seen, buffers: Mapping[str, torch.Tensor]) -> set[str]:
 
 
 def _changed_on_any_rank(buffers: Mapping[str, torch.Tensor], changed: set[str]) -> list[str]:
-    """Return the names of the buffers that have changed on any rank; collective.
-
-    Raises:
-        StepError: on every rank: a buffer has another number of elements on another rank.
-    """
+    """Return the names of the buffers that have changed on any rank; StepError if a size differs; collective."""
     facts = torch.tensor([[n in changed, b.numel(), -b.numel()] for n, b in buffers.items()], device=control_device())
     dist.all_reduce(facts, op=dist.ReduceOp.MAX, group=group_in_use())
     names = []

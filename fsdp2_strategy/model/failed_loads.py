@@ -20,12 +20,7 @@ _FAILED_LOAD = Slot[tuple[str, Any]]("failed load")
 
 
 def mark_unusable(subject: nn.Module | Optimizer, why: str) -> None:
-    """Register a hook that raises before a model's forward pass or an optimizer's step; not collective.
-
-    Args:
-        subject: the model or optimizer.
-        why: the error text of the failed load.
-    """
+    """Register a hook that raises before a model's forward pass or an optimizer's step, with the error of the load."""
     mark_usable(subject)
 
     def refuse(*_args: Any, **_kwargs: Any) -> None:
@@ -45,11 +40,7 @@ def mark_usable(subject: nn.Module | Optimizer) -> None:
 
 
 def check_usable(subject: nn.Module | Optimizer) -> None:
-    """Raise if a model or optimizer is marked as unusable; not collective.
-
-    Raises:
-        CheckpointError: the last load failed and left inconsistent values.
-    """
+    """Raise CheckpointError if a model or optimizer is marked as unusable; not collective."""
     if mark := model_state(subject).get(_FAILED_LOAD):
         raise CheckpointError(_message(subject, mark[0]))
 

@@ -56,10 +56,7 @@ def record_failed_pass(root: nn.Module, kind: Pass) -> None:
 
 
 def failed_pass(root: nn.Module) -> Pass | None:
-    """Return the kind of the pass that raised since the last reset, also if the caller ran it; None if none did.
-
-    Call this function outside of passes only.
-    """
+    """Return the kind of the pass that raised since the last reset, None if none did; call it outside of passes."""
     if (known := model_state(root).get(_FAILED)) is not None:
         return known
     if not isinstance(root, FSDPModule) or is_in_backward():
@@ -71,10 +68,7 @@ def failed_pass(root: nn.Module) -> Pass | None:
 
 
 def reset_after_failed_pass(root: nn.Module) -> Pass | None:
-    """Reset the units if a pass has failed, and forget it; return its kind, or None; not collective.
-
-    The caller must drop the incomplete gradients of a backward pass.
-    """
+    """Reset the units after a failed pass; return its kind. The caller drops the gradients of a backward pass."""
     failed, state = failed_pass(root), model_state(root)
     if failed is not None and not state.get(_IS_RESET):
         reset_units(root)

@@ -64,9 +64,7 @@ class Fingerprint:
 def local_sums(tensors: Mapping[str, torch.Tensor], elements: int | None = None) -> torch.Tensor:
     """Return the fingerprint sums over this rank's elements: int64 of shape (number of tensors, 2); not collective.
 
-    Args:
-        tensors: tensors by name, sharded or not.
-        elements: elements per block, by default ``sizes.FINGERPRINT_ELEMENTS``. The sums depend on it.
+    They depend on ``elements``, the number per block, by default ``sizes.FINGERPRINT_ELEMENTS``.
     """
     offset_weights = _weights(torch.arange(elements or sizes.FINGERPRINT_ELEMENTS))
     sums = [_sums(t, offset_weights).to(control_device()) for t in tensors.values()]
@@ -84,7 +82,7 @@ def store_initial_sums(model: nn.Module) -> None:
 def changed_since_initial(model: nn.Module, names: Iterable[str], local: torch.Tensor) -> list[str]:
     """Return which of the named tensors have changed on any rank since `store_initial_sums`; collective.
 
-    ``local`` contains the current `local_sums` of these tensors. A tensor without stored sums counts as changed.
+    ``local`` contains the current `local_sums` of these tensors. One without stored sums counts as changed.
     """
     before = model_state(model).get(_INITIAL_SUMS) or {}
     names = list(names)
@@ -103,17 +101,13 @@ def fingerprints(tensors: Mapping[str, torch.Tensor], local: torch.Tensor) -> di
     return {name: Fingerprint(str(t.dtype), *pair) for (name, t), pair in zip(tensors.items(), digits, strict=True)}
 
 
-def _is_first_replica(tensor: torch.Tensor) -> bool:
-    """Return whether this rank holds the first replica of its elements; only that replica is summed."""
-    return replica_of(tensor)[0] == 0 if isinstance(tensor, DTensor) else is_rank_0()
-
-
 @torch.no_grad()
 def _sums(tensor: torch.Tensor, offset_weights: torch.Tensor) -> torch.Tensor:
     """Return the two weighted sums of one tensor over this rank's elements."""
     values = values_of(tensor)
     totals = torch.zeros(2, dtype=torch.int64, device=values.device)
-    if not values.numel() or not _is_first_replica(tensor):
+    is_first_replica = replica_of(tensor)[0] == 0 if isinstance(tensor, DTensor) else is_rank_0()
+    if not values.numel() or not is_first_replica:  # only the first replica is summed
         return totals
     rounded = values.is_floating_point() and values.dtype != torch.bfloat16
     offset_weights = offset_weights.to(values.device)
@@ -148,10 +142,7 @@ def _weighted_at(integers: torch.Tensor, positions: torch.Tensor, offset_weights
 def _weighted(integers: torch.Tensor, first: int, offset_weights: torch.Tensor) -> torch.Tensor:
     """Return the weighted sum of consecutive integers of the full tensor, and overwrite them.
 
-    Args:
-        integers: part of one block, or several complete blocks.
-        first: position of the first integer in the flattened full tensor.
-        offset_weights: the weights of the offsets in a block.
+    They are a part of one block, or several complete blocks; ``first`` is the position of the first in the full tensor.
     """
     size = len(offset_weights)
     block, offset = divmod(first, size)
@@ -173,14 +164,7 @@ def _split_dim(box: Box, shape: tuple[int, ...]) -> int:
 
 
 def _runs(values: torch.Tensor, strides: Sequence[int], box: Box, split_dim: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the runs of a box that are contiguous in the full tensor: offset in it, and flattened values.
-
-    Args:
-        values: the values of the box.
-        strides: the strides of the full tensor.
-        box: the box.
-        split_dim: see `_split_dim`.
-    """
+    """Yield the runs of a box that are contiguous in the full tensor: offset in it, and flattened values."""
     begin = sum(offset * stride for (offset, _), stride in zip(box, strides, strict=True))
     for index in itertools.product(*(range(length) for _, length in box[:split_dim])):
         yield begin + sum(i * stride for i, stride in zip(index, strides, strict=False)), values[index].reshape(-1)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy.distributed.torch_internals import (
     drop_gather_in_flight,
@@ -29,22 +28,12 @@ def is_sharded(model: nn.Module) -> bool:
     return isinstance(unwrap_model(model), FSDPModule)
 
 
-def has_unsharded_parameters(model: nn.Module) -> bool:
-    """Return whether any parameter of ``model`` belongs to no unit; not collective."""
-    if isinstance(model, FSDPModule):
-        return False
-    own = next(model.parameters(recurse=False), None)
-    return own is not None or any(has_unsharded_parameters(child) for child in model.children())
-
-
-def has_unsharded_training(model: nn.Module) -> bool:
-    """Return whether a trainable parameter of ``model`` belongs to no unit, and is not a DTensor; not collective."""
-    if isinstance(model, FSDPModule):
-        return False
-    own = model.parameters(recurse=False)
-    if any(parameter.requires_grad and not isinstance(parameter, DTensor) for parameter in own):
-        return True
-    return any(map(has_unsharded_training, model.children()))
+def parameters_outside_units(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters of ``model`` that belong to no unit; not collective."""
+    if not isinstance(model, FSDPModule):
+        yield from model.parameters(recurse=False)
+        for child in model.children():
+            yield from parameters_outside_units(child)
 
 
 def parameter_groups(model: nn.Module) -> Iterator[Any]:
@@ -57,10 +46,9 @@ def parameter_groups(model: nn.Module) -> Iterator[Any]:
 def reshard(model: nn.Module) -> None:
     """Free unsharded parameters that a forward pass has left, and register the sharded parameters; not collective.
 
-    FSDP2 keeps the root unit unsharded after a forward pass, because a backward pass usually follows. In evaluation and
-    generation none follows. Then an optimizer or a checkpoint would find unsharded parameters in the modules, and after
-    an optimizer step the next forward pass would use old values. A unit that was prefetched but did not run is also
-    resharded.
+    FSDP2 keeps the root unit unsharded for a backward pass. Without one, as in evaluation, an optimizer or a checkpoint
+    would find unsharded parameters, and the next forward pass would use old values. Units that were prefetched but did
+    not run are resharded, too.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -78,9 +66,8 @@ def reshard_without_backward(unit: nn.Module, *_: object) -> None:
 def reset_units(model: nn.Module) -> None:
     """Reshard all units and mark them idle, even if a forward or backward pass raised; not collective.
 
-    After a pass that raised, FSDP2 still treats some units as being in that pass. Without a reset, they stay unsharded,
-    FSDP2 treats the next forward pass as a part of the failed pass, and does not end the next backward pass. Gradients
-    that are complete, or accumulated, are kept.
+    Otherwise, they would stay unsharded, and FSDP2 would treat the next forward pass as a part of the failed pass, and
+    not end the next backward pass. Gradients that are complete, or accumulated, are kept.
     """
     for param_group in parameter_groups(model):
         reset_param_group(param_group)
@@ -111,10 +98,5 @@ def keep_class_name(module: nn.Module) -> None:
     own class among the bases. The names are set after the subclass was made, so that a class that registers its
     subclasses by name does not register this one under the name of another.
     """
-    cls, own = type(module), original_class(module)
-    cls.__name__, cls.__qualname__, cls.__module__, cls.__doc__ = (
-        own.__name__,
-        own.__qualname__,
-        own.__module__,
-        own.__doc__,
-    )
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        setattr(type(module), name, getattr(original_class(module), name))

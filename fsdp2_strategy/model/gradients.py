@@ -47,10 +47,9 @@ def may_have_unequal_gradients(model: nn.Module) -> bool:
 
 
 def clear_gradients(model: nn.Module) -> None:
-    """Clear all gradients, including gradients that FSDP2 keeps between micro-batches; not collective.
+    """Clear all gradients, including those that FSDP2 keeps between micro-batches; not collective.
 
-    FSDP2 keeps gradients that ``zero_grad`` does not clear. Accumulation without communication keeps unsharded
-    gradients in ``FSDPParam``. A deferred all-reduce keeps reduce-scattered gradients in ``FSDPParamGroup``.
+    ``zero_grad`` clears neither unsharded gradients (``FSDPParam``) nor those of a deferred all-reduce.
     """
     for parameter in model.parameters():
         parameter.grad = None
@@ -68,8 +67,7 @@ def clear_gradients(model: nn.Module) -> None:
 class ReplicatedGradients:
     """Average the gradients of parameters that every rank holds in full; see [Note: replicated gradients].
 
-    Args:
-        ranks: the group whose ranks hold the parameters; autograd may run on a thread that has no group in use.
+    The group of ranks is stored: autograd may run on a thread that has no group in use.
     """
 
     def __init__(self, ranks: dist.ProcessGroup | None) -> None:

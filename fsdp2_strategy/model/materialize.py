@@ -35,8 +35,8 @@ _uninitialised: MutableMapping[torch.Tensor, bool] = WeakTensorKeyDictionary()
 def materialize(model: nn.Module, device: torch.device) -> None:
     """Allocate all parameters and buffers that are on the meta device, without values; not collective.
 
-    Tied tensors stay tied. The new tensors count as uninitialised until `mark_initialised`. For sharded parameters,
-    only this rank's shards are allocated; with ``CPUOffloadPolicy``, in host memory. FSDP2 pads and pins the shards.
+    Tied tensors stay tied. Of sharded parameters, only this rank's shards are allocated; with ``CPUOffloadPolicy``, in
+    host memory. FSDP2 pads and pins the shards.
     """
     replicated = replicated_gradients(unwrap_model(model))
     offloaded = {

@@ -122,11 +122,7 @@ def is_offloaded(subject: nn.Module | Optimizer) -> bool:
 
 
 def check_resident(subject: nn.Module | Optimizer, action: str) -> None:
-    """Raise if any tensor of the model or optimizer is offloaded; not collective.
-
-    Raises:
-        OffloadError: a tensor is offloaded. The error begins with "cannot" and ``action``.
-    """
+    """Raise OffloadError "cannot ``action``" if any tensor of the model or optimizer is offloaded; not collective."""
     if is_offloaded(subject):
         call = "maybe_load_optimizer" if isinstance(subject, Optimizer) else "reload_model"
         raise OffloadError(
@@ -318,8 +314,7 @@ _host_buffers = _HostBuffers()
 class CopyQueue:
     """Copy tensors between host and device, on a separate stream if there is an accelerator.
 
-    At the end of the ``with`` block, the host waits for all copies if at least one target is in host memory. Otherwise
-    only the current stream waits for them.
+    At the end of the ``with`` block, the host waits for copies to host memory; otherwise only the current stream waits.
     """
 
     def __init__(self) -> None:

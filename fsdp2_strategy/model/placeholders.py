@@ -26,12 +26,7 @@ _offloaded: dict[int, torch.Tensor] = {}
 
 
 def placeholder_for(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Create a meta tensor as the placeholder for values in host memory; see [Note: offloaded values].
-
-    Args:
-        values: the values in the order in which ``like`` stores them, as a 1-d tensor.
-        like: the tensor to replace, with the size, stride and dtype of the placeholder.
-    """
+    """Create a meta tensor like ``like`` for 1-d host values in its storage order; see [Note: offloaded values]."""
     meta = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device="meta")
     key = storage_address(meta)
     _offloaded[key] = values
@@ -44,11 +39,9 @@ _computed: dict[int, tuple[Callable[[], torch.Tensor], torch.Tensor]] = {}
 
 
 def computed(compute: Callable[[], torch.Tensor], like: torch.Tensor) -> nn.Parameter:
-    """Create a meta parameter whose values are computed at each call of `values_of`.
+    """Create a meta parameter, sharded like ``like``, whose values are computed at each call of `values_of`.
 
-    Args:
-        compute: returns this rank's shard; must not be collective.
-        like: the tensor that the values are computed from, with the size, dtype and sharding of the result.
+    ``compute`` returns this rank's shard, is computed from ``like``, and must not be collective.
     """
     local = local_of(like)
     meta = torch.empty(local.size(), dtype=local.dtype, device="meta")

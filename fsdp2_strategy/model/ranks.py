@@ -78,12 +78,8 @@ def on_model_ranks(*, takes_several: bool) -> Callable[[F], F]: ...
 def on_model_ranks(function: F | None = None, *, takes_several: bool = False) -> F | Callable[[F], F]:
     """Decorate a function whose first parameter is ``model``: run it within `on_ranks_of` that model.
 
-    The function raises ArgumentError if the model is not an nn.Module.
-
-    Args:
-        function: the function.
-        takes_several: whether ``model`` may also be a mapping of models by name, which must be on the same ranks;
-            otherwise the function raises ArgumentError.
+    With ``takes_several``, ``model`` may also be a mapping of models by name, which must be on the same ranks. The
+    function raises ArgumentError for anything else.
     """
     if function is None:
         return functools.partial(on_model_ranks, takes_several=takes_several)
@@ -108,11 +104,7 @@ def on_model_ranks(function: F | None = None, *, takes_several: bool = False) ->
 
 
 def _first_of_same_ranks(name: str, models: Mapping[str, nn.Module]) -> nn.Module | tuple[()]:
-    """Return one of several sharded models; nothing if none is sharded.
-
-    Raises:
-        ArgumentError: a model is not an nn.Module, or the models are on different ranks.
-    """
+    """Return one of several sharded models, which must be on the same ranks; nothing if none is sharded."""
     ranks = {}
     for key, model in models.items():
         if not isinstance(model, nn.Module):
@@ -137,10 +129,7 @@ def _ranks_in(mesh: DeviceMesh) -> list[int]:
 
 
 def _mesh_of(subject: nn.Module | Iterable[torch.Tensor]) -> DeviceMesh | None:
-    """Return the mesh of all ranks that hold a model or tensors; None if no tensor is sharded.
-
-    It is the largest mesh of all tensors, with the axis "tp" if layers are split.
-    """
+    """Return the largest mesh of a model or tensors, with the axis "tp" if layers are split; None if not sharded."""
     meshes: dict[int, DeviceMesh] = {}
     tensors: list[torch.Tensor] = []
     if isinstance(subject, nn.Module):

@@ -24,15 +24,7 @@ from fsdp2_strategy.model.boxes import LocalShard, is_split, shard_at
 
 
 def local_shard(tensor: torch.Tensor, coordinate: Sequence[int] | None = None) -> LocalShard:
-    """Return which elements of the full tensor a rank holds; not collective.
-
-    Args:
-        tensor: a tensor, sharded or not.
-        coordinate: the rank's coordinate in the tensor's mesh; by default that of this rank.
-
-    Raises:
-        ShardError: a placement neither shards nor replicates, or its order of splits cannot be told.
-    """
+    """Return which elements of the full tensor a rank holds, by default this rank; not collective."""
     if not isinstance(tensor, DTensor):
         return shard_at(tuple(tensor.shape), (), (), ())
     mesh = tensor.device_mesh
@@ -131,12 +123,7 @@ def shard_group_of(tensor: torch.Tensor) -> ShardGroup | None:
 
 @torch.no_grad()
 def gather_full(tensor: DTensor, local: torch.Tensor) -> torch.Tensor:
-    """Gather a full tensor from the shards of all ranks; collective over the ranks that hold them.
-
-    Args:
-        tensor: a tensor with the shape and placements.
-        local: this rank's shard, on the device of the collective.
-    """
+    """Gather a full tensor from the ranks' shards; collective over these; ``local`` is on the collective's device."""
     group = shard_group_of(tensor)
     if group is None:
         return local

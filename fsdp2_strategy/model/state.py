@@ -21,14 +21,7 @@ T = TypeVar("T")
 
 
 class Slot(Generic[T]):
-    """The typed key of one value in a `ModelState`; see [Note: per-model state].
-
-    Args:
-        name: a unique description of the value.
-
-    Raises:
-        ValueError: another slot has the same name.
-    """
+    """The typed key of one value in a `ModelState`, with a unique name; see [Note: per-model state]."""
 
     names: ClassVar[set[str]] = set()
 
@@ -37,9 +30,6 @@ class Slot(Generic[T]):
             raise ValueError(f"cannot define the slot {name!r}: the name is already used, expected another name")
         self.names.add(name)
         self.name = name
-
-    def __repr__(self) -> str:
-        return f"Slot({self.name!r})"
 
 
 class ModelState:

@@ -38,7 +38,7 @@ def marked_as_swapped(model: nn.Module) -> Iterator[None]:
     def refuse_step(optimizer: Optimizer, *_: Any) -> None:
         own = {id(parameter) for parameter in root.parameters()}
         if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-            raise _error(root, "step", StepError)
+            raise swapped_error(root, "step", StepError)
 
     def refuse_gradients(_gradient: torch.Tensor) -> None:
         if is_over:
@@ -70,24 +70,14 @@ def is_swapped(model: nn.Module) -> bool:
 
 
 def check_own_weights(model: nn.Module, action: str, error: type[FSDP2StrategyError]) -> None:
-    """Raise ``error`` if averages replace a model's parameters; not collective. See [Note: swapped weights].
-
-    Args:
-        model: the model, or its wrapper.
-        action: the operation that needs the model's own weights, for the message.
-        error: class of the error.
-    """
+    """Raise ``error`` "cannot ``action``" if averages replace a model's parameters; see [Note: swapped weights]."""
     if is_swapped(model):
-        raise _error(unwrap_model(model), action, error)
+        raise swapped_error(unwrap_model(model), action, error)
 
 
-def _error(root: nn.Module, action: str, error: type[FSDP2StrategyError]) -> FSDP2StrategyError:
+def swapped_error(root: nn.Module, action: str, error: type[FSDP2StrategyError]) -> FSDP2StrategyError:
+    """Return the error of `check_own_weights`."""
     return error(
         f"cannot {action}: the parameters of {class_name(root)} are the averages of ema.swapped_in, expected its own "
         "weights. Leave the block first; within it, you can evaluate, export and stream the averages."
     )
-
-
-def swapped_error(model: nn.Module, action: str) -> StepError | None:
-    """Return the error of `check_own_weights` instead of raising it; None if the model has its own weights."""
-    return StepError(str(_error(unwrap_model(model), action, StepError))) if is_swapped(model) else None

@@ -39,16 +39,10 @@ _HOOKS = Slot[dict[str, dict[str, Around]]]("hooks on the calls of a unit")
 
 
 def register_hook(param_group: Any, call: str, feature: str, around: Around) -> None:
-    """Register ``around(param_group, proceed, *arguments)`` as a hook around a call of a unit; not collective.
+    """Register ``around(param_group, proceed, *arguments)`` around a call of a unit; not collective.
 
-    Args:
-        param_group: the ``FSDPParamGroup`` of the unit.
-        call: a key of `ORDER`.
-        feature: a feature that `ORDER` lists for the call. An earlier hook of the feature is replaced.
-        around: the hook; it may call ``proceed(*arguments)``, which runs the rest of the chain.
-
-    Raises:
-        KeyError: `ORDER` does not list the feature for the call.
+    It replaces an earlier hook of the ``feature``, which `ORDER` must list. The hook may call ``proceed(*arguments)``,
+    which runs the rest of the chain.
     """
     if feature not in ORDER[call]:
         raise KeyError(f"cannot register a hook: ORDER[{call!r}] does not contain {feature!r}. Add it there.")

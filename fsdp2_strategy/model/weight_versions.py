@@ -46,10 +46,7 @@ class _Version:
 
 
 class WeightWatch:
-    """Watch the parameters and buffers of a model from its construction on; not collective.
-
-    Reshard the model first: the watch sees the parameters that are registered.
-    """
+    """Watch the parameters and buffers of a model that was resharded, from the construction of the watch on."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root, self._changes = ref(root), model_state(root).get(_CHANGES)

@@ -53,12 +53,12 @@ from fsdp2_strategy.errors import StepError, counted
 from fsdp2_strategy.model.buffers import changed_buffers, check_same_buffers
 from fsdp2_strategy.model.buffers import sync_buffers as sync
 from fsdp2_strategy.model.failed_passes import failed_pass, record_failed_backward
-from fsdp2_strategy.model.fsdp_state import class_name, has_unsharded_training, reshard
+from fsdp2_strategy.model.fsdp_state import class_name, parameters_outside_units, reshard
 from fsdp2_strategy.model.gradients import may_have_unequal_gradients
 from fsdp2_strategy.model.offloading import check_resident
 from fsdp2_strategy.model.ranks import on_ranks_of, ranks_per_layer
 from fsdp2_strategy.model.state import Slot, model_state
-from fsdp2_strategy.model.swapped_weights import check_own_weights, swapped_error
+from fsdp2_strategy.model.swapped_weights import check_own_weights, is_swapped, swapped_error
 from fsdp2_strategy.model.weight_versions import count_change
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.optim.accumulation import Accumulation, LossScale, ReducedStep, accumulation_of
@@ -360,7 +360,7 @@ def _check_choices(action: str, **given: str) -> None:
 
 def _check_prepared(root: nn.Module, action: str) -> None:
     """Raise StepError if a model is not sharded and there are several ranks: each would train a copy of its own."""
-    if world_size() > 1 and has_unsharded_training(root):
+    if world_size() > 1 and any(p.requires_grad and not isinstance(p, DTensor) for p in parameters_outside_units(root)):
         raise StepError(
             f"cannot {action}: {class_name(root)} is not sharded, so each of the {world_size()} ranks would train a "
             "copy of its own, expected a prepared model. Call prepare_model(model, is_training=True) first (without a "
@@ -559,8 +559,8 @@ def _reduce(
             ``numbers`` differ between ranks, or buffers have changed that have other names or dtypes on other ranks, or
             the ranks have run different units.
     """
-    if (swapped := swapped_error(root, "step")) is not None:
-        defer_error(swapped)
+    if is_swapped(root):
+        defer_error(swapped_error(root, "step", StepError))
     is_changed, buffers = changed_buffers(root) if sync_buffers != "off" else (False, digest_numbers(None))
     with on_ranks_of(parameters):
         own, used = sums.values(), used_numbers(parameters, root, world_size())

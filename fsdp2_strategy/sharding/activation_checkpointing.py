@@ -27,12 +27,8 @@ from torch.utils.checkpoint import checkpoint
 def recompute_activations(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
     """Wrap the forward of modules so that backward recomputes their activations, with the RNG state of the forward.
 
-    Only ``forward`` is wrapped, so FSDP2's hooks run outside of the wrapper, and module names do not change. A module
-    whose own ``gradient_checkpointing`` is enabled is skipped.
-
-    Args:
-        model: the full model. The number of its decoders determines how caches are handled; see [Note: caches].
-        modules: the modules of the model whose activations are recomputed.
+    FSDP2's hooks run outside of the wrapper. The number of the model's decoders determines how caches are handled; see
+    [Note: caches]. A module whose own ``gradient_checkpointing`` is enabled is skipped.
     """
     shares_caches = len(decoders(model)) > 1
     for module in modules.values():

@@ -85,11 +85,7 @@ def find_blocks(
 
 
 def modules_of_class(model: nn.Module, class_names: Sequence[str]) -> dict[str, nn.Module]:
-    """Return the modules whose class has one of ``class_names``, by dotted name.
-
-    Raises:
-        ShardError: a class name matches no module.
-    """
+    """Return the modules whose class has one of ``class_names``, by dotted name; raise if one matches none."""
     found = {clean(n): m for n, m in model.named_modules() if type(m).__name__ in class_names}
     missing = [name for name in class_names if name not in {type(m).__name__ for m in found.values()}]
     if missing:
@@ -103,14 +99,10 @@ def modules_of_class(model: nn.Module, class_names: Sequence[str]) -> dict[str, 
 
 
 def class_names_of(model: nn.Module, classes: Classes) -> tuple[str, ...]:
-    """Return the class names of the model's modules that are instances of the given classes, sorted.
+    """Return the class names of the model's modules that are instances of the given classes, sorted; keep given names.
 
     Trainers pass the same classes for all their models, so a class without an instance in the model is left out if
     another class or a name is given. Otherwise the names of the classes are returned, for an error that lists them.
-
-    Args:
-        model: any module; it is only read.
-        classes: one or several classes or class names. Given names are returned unchanged.
     """
     names: set[str] = set()
     absent: set[str] = set()
@@ -169,10 +161,7 @@ def choose_blocks(
 
 
 def _check_found(model: nn.Module, policy: str, known: Sequence[str]) -> None:
-    """Raise if none of the block classes of a registered policy is in the model.
-
-    Its blocks would belong to the root unit, so that the whole model is gathered at once.
-    """
+    """Raise if none of a registered policy's block classes is in the model: all would belong to the root unit."""
     types = sorted({type(m).__name__ for m in model.modules()})
     if not set(known) & set(types):
         hints = "".join(did_you_mean(name, types) for name in known)
@@ -216,10 +205,7 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def _is_gathered_by_submodules(module: nn.Module) -> bool:
-    """Return whether hooks on submodules can gather a module that has no forward.
-
-    See [Note: bypassed units] in `bypassed_units`.
-    """
+    """Return whether hooks on submodules can gather a module without a forward; see [Note: bypassed units]."""
     is_container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
     return not is_container and not any(True for _ in module.parameters(recurse=False))
 
@@ -230,10 +216,7 @@ def can_be_unit(module: nn.Module) -> bool:
 
 
 def _largest_module_lists(model: nn.Module, excluded: Container[nn.Module]) -> dict[str, nn.Module]:
-    """Return the entries of the largest ModuleList in which a class repeats, and of further such lists.
-
-    A further list must hold at least a tenth of the model's parameters, and must not contain or be within another one.
-    """
+    """Return the entries of the largest ModuleList in which a class repeats, and of other large lists."""
     sizes = {
         (name, module): parameter_count(module)
         for name, module in model.named_modules()
@@ -254,11 +237,7 @@ def _largest_module_lists(model: nn.Module, excluded: Container[nn.Module]) -> d
 def _pack_by_size(
     name: str, module: nn.Module, minimum: int, excluded: Container[nn.Module], blocks: dict[str, nn.Module]
 ) -> int:
-    """Add modules with at least ``minimum`` parameters to ``blocks``, children first.
-
-    Returns:
-        The number of the module's parameters that are neither in one of these blocks nor in an excluded module.
-    """
+    """Add modules with at least ``minimum`` parameters to ``blocks``; return how many parameters are in none."""
     if module in excluded:
         return 0
     remaining = sum(p.numel() for p in module.parameters(recurse=False))

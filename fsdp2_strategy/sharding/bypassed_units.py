@@ -56,19 +56,17 @@ from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.torch_internals import (
     CONVOLUTIONS,
     base_of,
+    begin_forward,
     choose_root,
+    end_forward,
     forget_forward_root,
     fsdp_state_of,
     gather,
     is_gathered_for_backward,
     is_in_backward,
-    mark_forward,
     mark_idle,
-    param_group_post_forward,
-    param_group_pre_forward,
     param_groups_of,
     pre_backward_hook,
-    prefetch_for_forward,
     run_post_forward,
     run_pre_forward,
     tree_leaves,
@@ -97,22 +95,12 @@ _ABOUT_DTYPES = (
 )
 
 
-def _run(_root: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return method(*args, **kwargs)
-
-
 class BypassHooks:
     """Register hooks that track which units are running, and gather units whose forward is bypassed.
 
-    Args:
-        root: the model. It must not be sharded yet, so that FSDP2's post-forward hooks run after these hooks.
-        units: the units of the model and their names; the root may be one of them.
-        casts: the dtype that the inputs of each unit are cast to. If a unit is bypassed, the inputs of each module
-            within it are cast to this dtype instead.
-        never_bypassed: units that always run through their own forward.
-        ignored: modules without sharded parameters, which never need a gather.
-        is_bypassed: whether the model is known to bypass its blocks. If so, the hooks stay registered; see
-            [Note: observed pass].
+    The root must not be sharded yet, so that FSDP2's post-forward hooks run after these hooks. ``casts`` has the dtype
+    of each unit's inputs; if a unit is bypassed, the inputs of each module within it are cast to this dtype instead.
+    With ``is_bypassed``, the hooks stay registered; see [Note: observed pass].
     """
 
     def __init__(
@@ -144,15 +132,19 @@ class BypassHooks:
         self._kind: _PassKind | None = None
         """The kind of the running pass; None if none is running."""
         self._prefetch: PrefetchOrder | None = None
-        self.around_method: Callable[..., Any] = _run
+        self.around_method: Callable[..., Any] = lambda _root, method, *args, **kwargs: method(*args, **kwargs)
         """Is called with the root, one of its methods and the arguments, and runs it."""
         self.on_bypass: Callable[[nn.Module], None] | None = None
         """Is called with each unit whose forward is bypassed."""
-        self._at_start: list[Callable[[], None]] = []
-        """Called at the start of a pass, or of a wrapper's forward that may begin one."""
-        self._at_end: list[Callable[[], None]] = []
-        """Called at the end of a pass, before FSDP2's hooks."""
-        self._wrapper = _WrapperPass()
+        self.at_start: Callable[[], None] = lambda: None
+        """Is called at the start of a pass, or of a wrapper's forward that may begin one."""
+        self.at_end: Callable[[], None] = lambda: None
+        """Is called at the end of a pass, before FSDP2's hooks."""
+        self._wrappers: WeakSet[nn.Module] = WeakSet()
+        self._wrapper_depth = 0
+        """Number of nested forwards of wrappers that are running; see [Note: wrappers]."""
+        self._has_wrapper_begun = False
+        """Whether a wrapper's forward has begun the running pass."""
         self._cast_inputs: Callable[..., _Inputs] | None = None
         for module, around in self._units_around.items():
             if not around:
@@ -165,13 +157,9 @@ class BypassHooks:
         root.register_forward_hook(self._leave, always_call=True)
 
     def add_entry_points(self, methods: Sequence[str], prefetch: PrefetchOrder | None = None) -> None:
-        """Wrap methods of the sharded root, so that calling one of them gathers the root unit.
+        """Wrap methods of the sharded root, so that calling one gathers the root unit; missing methods are skipped.
 
         ``forward`` is wrapped, too, because a direct call of ``model.forward(...)`` runs no hooks.
-
-        Args:
-            methods: names of methods; those that the root lacks are skipped.
-            prefetch: is told when a pass of the root starts and ends.
         """
         self._prefetch = prefetch
         for unit in self._units:
@@ -189,38 +177,33 @@ class BypassHooks:
 
     def add_wrapper(self, wrapper: nn.Module) -> None:
         """Make the forward of a wrapper of the sharded root a pass, if it uses parts of the root; [Note: wrappers]."""
-        if wrapper is self._root or wrapper in self._wrapper.known:
+        if wrapper is self._root or wrapper in self._wrappers:
             return
-        self._wrapper.known.add(wrapper)
+        self._wrappers.add(wrapper)
         wrapper.register_forward_pre_hook(self._enter_wrapper, prepend=True)
         wrapper.register_forward_hook(self._leave_wrapper, always_call=True)
 
-    def around_passes(self, start: Callable[[], None], end: Callable[[], None]) -> None:
-        """Call a function at the start of each pass, and one at its end."""
-        self._at_start.append(start)
-        self._at_end.append(end)
-
     def begin_pass(self) -> bool:
         """Return whether a pass is running; begin one if the forward of a wrapper is running."""
-        if not self._depth and self._wrapper.depth:
+        if not self._depth and self._wrapper_depth:
             # Without the wrapper's inputs: FSDP2 casts the inputs of the root.
             run_pre_forward(fsdp_state_of(self._root), self._root, (), {})
             self._enter("forward of a wrapper")
-            self._wrapper.has_begun = True
+            self._has_wrapper_begun = True
         return self._depth > 0
 
     def _enter_wrapper(self, *_: object) -> None:
         choose_root(fsdp_state_of(self._root))  # it reads all parameters, before the first pass
-        self._wrapper.depth += 1
-        if self._wrapper.depth == 1 and not self._depth:
-            self._start()
+        self._wrapper_depth += 1
+        if self._wrapper_depth == 1 and not self._depth:
+            self.at_start()
 
     def _leave_wrapper(self, _wrapper: nn.Module, _inputs: object, output: Any) -> Any:
         """End the pass that a wrapper's forward has begun; ``output`` is None if the forward raised."""
-        self._wrapper.depth = max(0, self._wrapper.depth - 1)
-        if self._wrapper.depth or not self._wrapper.has_begun:
+        self._wrapper_depth = max(0, self._wrapper_depth - 1)
+        if self._wrapper_depth or not self._has_wrapper_begun:
             return None
-        self._wrapper.has_begun = False
+        self._has_wrapper_begun = False
         self._leave(self._root, (), output)
         if output is None:
             self._forget_pass()
@@ -235,10 +218,7 @@ class BypassHooks:
         forget_forward_root(state)
 
     def _run_method(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a method of the root between FSDP2's pre- and post-forward hooks.
-
-        If a pass of the root is running already, run the method without these hooks.
-        """
+        """Run a method of the root between FSDP2's pre- and post-forward hooks, unless a pass is running already."""
         if self._depth:
             return method(*args, **kwargs)
         reset_after_failed_forward(self._root)
@@ -267,12 +247,7 @@ class BypassHooks:
         return self._run_pass(forward, *args, **kwargs) if self._depth else self._root(*args, **kwargs)
 
     def _run_pass(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a pass; if it fails because it bypasses a unit, raise an error with this cause.
-
-        Raises:
-            ShardError: the pass bypasses a unit, and the hooks are not registered, because the first pass of its kind
-                bypassed no unit.
-        """
+        """Run a pass; if it fails because it bypasses a unit, raise a ShardError with this cause."""
         try:
             return function(*args, **kwargs)
         except RuntimeError as error:
@@ -306,22 +281,15 @@ class BypassHooks:
         self._depth += 1
         if self._depth > 1:
             return
-        self._start()
+        self.at_start()
         self._kind = (method, self._root.training, torch.is_grad_enabled())
         if not self._are_hooks_needed and self._kind not in self._kinds_without_hooks:
             self._register_hooks()
         if self._prefetch is not None:
             self._prefetch.start_pass(self._kind)
 
-    def _start(self) -> None:
-        for call in self._at_start:
-            call()
-
     def _register_hooks(self) -> None:
-        """Register hooks on the modules with direct parameters.
-
-        The forward hooks run before FSDP2's forward hooks, which free the parameters.
-        """
+        """Register hooks on the modules with direct parameters, before FSDP2's, which free the parameters."""
         if self._handles:
             return
         for module, around in self._units_around.items():
@@ -332,17 +300,13 @@ class BypassHooks:
                 self._handles.append(module.register_forward_hook(after, prepend=True))
 
     def _leave(self, _root: object, _inputs: object, output: object) -> None:
-        """Close all units at the end of a pass, and remove the hooks if they are not needed.
-
-        ``output`` is None if the pass raised.
-        """
+        """Close all units at the end of a pass, and remove unneeded hooks; ``output`` is None if it raised."""
         self._depth = max(0, self._depth - 1)  # `_enter` has not run if an earlier pre-hook raised
         if self._depth:
             return
         while self._open:
             self._open.pop(0).close()
-        for call in self._at_end:
-            call()
+        self.at_end()
         if self._bypassed_names:
             names = some(sorted(self._bypassed_names), "unit")
             log("%s: the forward of %s is bypassed; their submodules gather them", self._name, names)
@@ -375,9 +339,10 @@ class BypassHooks:
             return changed
         if around and around[-1].was_bypassed:
             dtype = self._casts.get(around[-1].module)
+            cast = None if dtype is None else _cast(dtype, args, kwargs)
         else:
-            dtype = _required_dtype(module) if self._has_half_precision else None
-        cast = None if dtype is None else _cast(dtype, args, kwargs)
+            is_cast = self._has_half_precision and needs_own_dtype(module)
+            cast = cast_to_own(module, args, kwargs) if is_cast else None
         self._are_hooks_needed |= cast is not None
         return cast or changed
 
@@ -404,13 +369,7 @@ class BypassHooks:
         return unit.open(module, args, kwargs)
 
     def _check_running(self, module: nn.Module, *_: object) -> None:
-        """Raise an error if a module with sharded parameters runs outside a pass.
-
-        Without this check, torch would raise an error about mixing tensors and DTensors.
-
-        Raises:
-            ShardError: the parameters of the module are sharded, and no pass of the root is running.
-        """
+        """Raise ShardError if a module with sharded parameters runs outside of passes."""
         if self._depth or is_in_backward() or not any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
             return
         if self.begin_pass():
@@ -421,15 +380,6 @@ class BypassHooks:
             "model's forward or a method that gathers them. Call the model, or add the calling method to "
             "forward_methods; or pass the wrapper whose forward calls it to prepare_model."
         )
-
-
-class _WrapperPass:
-    """The forwards of wrappers that are running, and whether they have begun a pass; see [Note: wrappers]."""
-
-    def __init__(self) -> None:
-        self.known: WeakSet[nn.Module] = WeakSet()
-        self.depth = 0
-        self.has_begun = False
 
 
 class _Unit:
@@ -449,11 +399,8 @@ class _Unit:
         """Whether it is running with a cache that another decoder may read; see [Note: cache outputs]."""
         self._on_cache: Callable[[], None] | None = None
 
-    def track(self, on_cache: Callable[[], None] | None = None) -> list[RemovableHandle]:
-        """Register hooks that track whether the unit is running.
-
-        They call ``on_cache`` when the unit receives a cache while gradients are enabled.
-        """
+    def track(self, on_cache: Callable[[], None] | None) -> list[RemovableHandle]:
+        """Register hooks that track whether the unit runs, and call ``on_cache`` if it gets a cache in training."""
         self._on_cache = on_cache
         return [
             self.module.register_forward_pre_hook(self._begin, with_kwargs=True),
@@ -476,30 +423,16 @@ class _Unit:
         return fsdp_state_of(self.module)
 
     def open(self, module: nn.Module, args: Any, kwargs: Any) -> _Inputs:
-        """Gather the unit as FSDP2 does before its forward, and return the inputs with FSDP2's backward hook.
-
-        Args:
-            module: the first submodule of the unit that runs.
-            args: positional inputs of this submodule.
-            kwargs: keyword inputs of this submodule.
-        """
-        state = self._state
-        mark_forward(state)
-        for param_group in param_groups_of(state):
-            args, kwargs = param_group_pre_forward(param_group, module, args, kwargs)
-        prefetch_for_forward(state)
+        """Gather the unit before its first submodule runs, and return the inputs with FSDP2's backward hook."""
+        args, kwargs = begin_forward(self._state, module, args, kwargs)
         self.is_open = self.was_bypassed = True
         return args, kwargs
 
     def close(self) -> None:
         """Free the gathered parameters as FSDP2 does after a forward, unless a forward has freed them already."""
-        if not self.is_open:
-            return
-        self.is_open = False
-        state = self._state
-        for param_group in param_groups_of(state):
-            param_group_post_forward(param_group, self.module)
-        mark_idle(state)
+        if self.is_open:
+            self.is_open = False
+            end_forward(self._state, self.module)
 
     def gather_for_gradients_of(self, output: Any) -> None:
         """Register hooks on an output's tensors; in backward, these hooks all-gather the unit."""
@@ -514,16 +447,6 @@ class _Unit:
             pre_backward_hook(state)(None)
         for param_group in param_groups_of(state):
             gather(param_group)
-
-
-def _required_dtype(module: nn.Module) -> torch.dtype | None:
-    """Return the dtype that a module requires of its inputs, or None; see [Note: fp32 inputs]."""
-    if not isinstance(module, _NEEDS_OWN_DTYPE):
-        return None
-    parameter = next(module.parameters(), None)
-    if parameter is None or torch.is_autocast_enabled(parameter.device.type):
-        return None
-    return parameter.dtype
 
 
 def needs_own_dtype(module: nn.Module) -> bool:
@@ -554,10 +477,7 @@ def _cast(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _find_units_around(
     root: nn.Module, units: Mapping[nn.Module, str], never_bypassed: Iterable[nn.Module], ignored: Iterable[nn.Module]
 ) -> tuple[dict[nn.Module, list[_Unit]], list[_Unit]]:
-    """Return, for each module with direct parameters, the units around it; and all units that can be bypassed.
-
-    If a module has several paths from the root, only the units on all of these paths are returned for it.
-    """
+    """Return the units on all paths of each module with direct parameters; and all units that can be bypassed."""
     never_bypassed, ignored = set(never_bypassed), set(ignored)
     made: dict[nn.Module, _Unit] = {}
     around: dict[nn.Module, list[_Unit]] = {}
@@ -604,20 +524,9 @@ def clone_view_outputs(_module: nn.Module, _inputs: object, output: Any) -> Any:
 
 
 def find_bypassed_units(
-    root: nn.Module,
-    units: Mapping[nn.Module, str],
-    run: Callable[[nn.Module], object],
-    *,
-    ignored: Iterable[nn.Module],
+    root: nn.Module, units: Mapping[nn.Module, str], run: Callable[[nn.Module], object], *, ignored: Iterable[nn.Module]
 ) -> list[str]:
-    """Run an unsharded model, and return the names of the units whose submodules ran outside the unit's forward.
-
-    Args:
-        root: the model; hooks are registered on it only during this call.
-        units: the units of the model and their names.
-        run: function that calls the model as the trainer does.
-        ignored: modules without sharded parameters, which never need a gather.
-    """
+    """Run an unsharded model, and return the names of the units whose submodules ran outside the unit's forward."""
     found: dict[str, None] = {}
 
     def before(around: Sequence[_Unit], *_: object) -> None:
@@ -626,7 +535,7 @@ def find_bypassed_units(
     units = {module: name for module, name in units.items() if module is not root}
     around, made = _find_units_around(root, units, (), ignored)
     handles = [module.register_forward_pre_hook(functools.partial(before, a)) for module, a in around.items()]
-    handles += [handle for unit in made for handle in unit.track()]
+    handles += [handle for unit in made for handle in unit.track(None)]
     try:
         with torch.random.fork_rng(), torch.no_grad():
             run(root)

@@ -49,11 +49,8 @@ _MARK = "fsdp2_strategy: used directly"
 class DirectUses:
     """Watch the parameters of units, and gather the unit of one that is read while a pass is running.
 
-    Args:
-        units: the sharded modules whose own parameters, and those of the modules within them, are watched.
-        begin_pass: returns whether a pass of the model is running; it may begin one.
-        on_use: is called with each unit of which a parameter is read, when this happens for the first time.
-        skipped: units that are gathered in the running pass, although they have not run; [Note: skipped units].
+    ``begin_pass`` returns whether a pass is running, and may begin one. ``skipped`` has the units that are gathered in
+    the running pass, although they have not run; [Note: skipped units].
     """
 
     def __init__(

@@ -149,29 +149,21 @@ def _shapes(
     return {name: tuple(shape) for name, shape in shapes.items()}
 
 
-def _layer_lines(model: nn.Module, ranks: _Ranks) -> Iterator[str]:
-    """Yield how layers are split: a line for all parameters that differ only in the number of their layer."""
-    if ranks.layers is None:
-        return
-    by = "tensor_parallel_plan" if ranks.layers.is_given else "the model's own plan"
-    splits = ranks.layers.split_dims(model)
-    yield f"layers     {counted(len(splits), 'parameter')} split over {ranks.layers.size} ranks, by {by}"
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    seen = set()
-    for name, (dim, is_packed) in splits.items():
-        shape, local = list(parameters[name].shape), list(ranks.shapes[clean(name)])
-        halves = " in two halves" if is_packed else ""
-        line = (
-            f"  {generic_name(clean(name))}: {shape} -> {local}, dimension {dim}{halves}, {ranks.layers.styles[name]}"
+def _split_lines(model: nn.Module, ranks: _Ranks) -> Iterator[str]:
+    """Yield how layers and experts are split: a line for parameters that differ only in the number of their layer."""
+    if (layers := ranks.layers) is not None:
+        by = "tensor_parallel_plan" if layers.is_given else "the model's own plan"
+        splits = layers.split_dims(model)
+        yield f"layers     {counted(len(splits), 'parameter')} split over {layers.size} ranks, by {by}"
+        shapes = {name: list(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+        lines = (
+            f"  {generic_name(clean(name))}: {shapes[name]} -> {list(ranks.shapes[clean(name)])}, dimension {dim}"
+            f"{' in two halves' if is_packed else ''}, {layers.styles[name]}"
+            for name, (dim, is_packed) in splits.items()
         )
-        if line not in seen:
-            seen.add(line)
-            yield line
-    if ranks.layers.not_split:
-        yield f"  not split, because they are tied: {', '.join(ranks.layers.not_split)}"
-
-
-def _expert_lines(ranks: _Ranks) -> Iterator[str]:
+        yield from dict.fromkeys(lines)
+        if layers.not_split:
+            yield f"  not split, because they are tied: {', '.join(layers.not_split)}"
     if ranks.per_expert > 1:
         yield f"experts    divided among {ranks.per_expert} ranks, by the model's own plan"
 
@@ -190,8 +182,7 @@ def _report(plan: ShardPlan, ranks: _Ranks, *, reshard: bool | int, where: str) 
         f"{ranks.shard_size}{'' if ranks.layers is None else f', after layers were split over {ranks.layers.size}'}",
         f"precision  {what}",
         f"blocks     {plan.source}",
-        *_layer_lines(plan.model, ranks),
-        *_expert_lines(ranks),
+        *_split_lines(plan.model, ranks),
         "",
         f"{'unit':<44} {'kind':<10} {'stored':<10} {'compute':<9} {'parameters':>15} {'gathered':>10}",
     ]
@@ -272,12 +263,8 @@ def _held_bytes(plan: ShardPlan, unit: Unit, ranks: _Ranks) -> dict[str, int]:
 
 def _batch_norm_buffers(model: nn.Module) -> list[str]:
     """Return the names of the running statistics of batch norm modules, which change in training."""
-    return [
-        clean(f"{prefix}.{name}" if prefix else name)
-        for prefix, module in model.named_modules()
-        if isinstance(module, BATCH_NORMS)
-        for name, _ in module.named_buffers(recurse=False)
-    ]
+    norms = [(prefix, module) for prefix, module in model.named_modules() if isinstance(module, BATCH_NORMS)]
+    return [clean(name) for prefix, norm in norms for name, _ in norm.named_buffers(prefix, recurse=False)]
 
 
 def _shape(unit: Unit) -> object:

@@ -21,14 +21,17 @@ from fsdp2_strategy.distributed.torch_internals import (
 from fsdp2_strategy.model.unit_hooks import register_hook
 
 
-def fix_gradient_dtypes(param_group: Any) -> None:
-    """Register a hook that sets the gradient dtypes of a unit even if it has no trainable parameter in the first pass.
+def fix_gradient_dtypes(param_group: Any, *, masters_in_optimizer: bool) -> None:
+    """Register hooks that set the gradient dtypes of a unit without a trainable parameter in the first pass.
 
-    FSDP2 derives these dtypes from the parameters that are trainable in the first pass. If there are none, for example
-    because adapters are disabled or weights are frozen for a warmup, FSDP2 does not set the dtypes.
+    FSDP2 derives them from the parameters that are trainable then: none if adapters are disabled, or in a warmup. With
+    ``masters_in_optimizer``, gradients of half-precision shards are kept in fp32; FSDP2 would round them to that dtype.
     """
-    floating = [i for i, p in enumerate(parameters_of(param_group)) if shard_of(p).is_floating_point()]
-    trained = [i for i in floating if shard_of(parameters_of(param_group)[i]).requires_grad] or floating
+    if masters_in_optimizer:
+        register_hook(param_group, "choose gradient dtypes", "masters in the optimizer", _choose_fp32)
+    shards = [shard_of(parameter) for parameter in parameters_of(param_group)]
+    floating = [i for i, shard in enumerate(shards) if shard.is_floating_point()]
+    trained = [i for i in floating if shards[i].requires_grad] or floating
     if trained:
         around = functools.partial(_choose_dtypes_of, trained[0])
         register_hook(param_group, "choose gradient dtypes", "units that are frozen at first", around)
@@ -38,11 +41,6 @@ def _choose_dtypes_of(i: int, param_group: Any, choose: Callable[[], None]) -> N
     choose()
     if gradient_dtype(param_group) is None:
         set_gradient_dtypes_of(param_group, parameters_of(param_group)[i])
-
-
-def reduce_to_fp32(param_group: Any) -> None:
-    """Register a hook that keeps gradients of half-precision shards in fp32; FSDP2 would round them to that dtype."""
-    register_hook(param_group, "choose gradient dtypes", "masters in the optimizer", _choose_fp32)
 
 
 def _choose_fp32(param_group: Any, choose: Callable[[], None]) -> None:

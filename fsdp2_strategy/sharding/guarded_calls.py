@@ -56,34 +56,30 @@ def guard_calls(model: nn.Module, units: Iterable[nn.Module]) -> None:
     for module in list(model.modules()):
         for name, (error, fix) in _REFUSED.items():
             if defines(module, name):
-                _shadow(module, name, functools.partial(_refuse, name, class_name(module), error, fix))
+                vars(module)[name] = functools.partial(_refuse, name, class_name(module), error, fix)
         if defines(module, "resize_token_embeddings"):
             resize = module.resize_token_embeddings
-            _shadow(module, "resize_token_embeddings", functools.partial(_resize, module, resize))
+            vars(module)["resize_token_embeddings"] = functools.partial(_resize, module, resize)
         module._modules = _Children(module._modules, class_name(model))
     for unit in dict.fromkeys((model, *units)):
-        _shadow(unit, "__deepcopy__", functools.partial(_refuse_copy, class_name(unit)))
-        _shadow(unit, "__reduce_ex__", functools.partial(_refuse_pickle, class_name(unit)))
-        _shadow(unit, APPLY, functools.partial(_apply, unit, getattr(unit, APPLY)))
-        _shadow(unit, "share_memory", functools.partial(_refuse, "share_memory", class_name(unit), ShardError, _BEFORE))
-        _shadow(unit, "to_empty", functools.partial(_to_empty, unit, unit.to_empty))
+        vars(unit)["__deepcopy__"] = functools.partial(_refuse_copy, class_name(unit))
+        vars(unit)["__reduce_ex__"] = functools.partial(_refuse_pickle, class_name(unit))
+        vars(unit)[APPLY] = functools.partial(_apply, unit, getattr(unit, APPLY))
+        vars(unit)["share_memory"] = functools.partial(_refuse, "share_memory", class_name(unit), ShardError, _BEFORE)
+        vars(unit)["to_empty"] = functools.partial(_to_empty, unit, unit.to_empty)
     guard_state_dict(model)
 
 
 def guard_state_dict(model: nn.Module) -> None:
     """Shadow the methods of a sharded model, or of its wrapper, that read and load state dicts; not collective."""
     if not isinstance(vars(model).get("state_dict"), functools.partial):
-        _shadow(model, "state_dict", functools.partial(_state_dict, model, model.state_dict))
-        _shadow(model, "load_state_dict", functools.partial(_load_state_dict, model, model.load_state_dict))
+        vars(model)["state_dict"] = functools.partial(_state_dict, model, model.state_dict)
+        vars(model)["load_state_dict"] = functools.partial(_load_state_dict, model, model.load_state_dict)
 
 
 def defines(module: nn.Module, name: str) -> bool:
     """Return whether a library that works on full tensors defines a method of a module's class."""
     return any(name in vars(cls) and cls.__module__.partition(".")[0] in _LIBRARIES for cls in type(module).__mro__)
-
-
-def _shadow(module: nn.Module, name: str, call: Callable[..., Any]) -> None:
-    vars(module)[name] = call
 
 
 def _refuse(name: str, model: str, error: type[Exception], fix: str, *_: object, **__: object) -> NoReturn:

@@ -42,6 +42,7 @@ from fsdp2_strategy.hf.library_internals import lists_blocks
 from fsdp2_strategy.model.fsdp_state import class_name
 from fsdp2_strategy.sharding.bypassed_units import cast_to_own, needs_own_dtype
 from fsdp2_strategy.sharding.module_tree import ModuleTree
+from fsdp2_strategy.sharding.skipped_units import with_input
 
 _FOR_LOSS_OR_TIME = re.compile(r"(labels?|targets?|advantages?|returns|rewards?|log_?probs|timesteps?|sigmas?)$")
 """Names of inputs that models compute a loss or an embedding of times with."""
@@ -69,14 +70,7 @@ def cast_where_weights_are(
 ) -> Hook:
     """Register hooks that cast inputs of modules of the root unit; return the hook for the inputs of the model.
 
-    See [Note: inputs of the model].
-
-    Args:
-        root: the model, before it is sharded.
-        units: its units and ignored modules.
-        half: the compute dtype, a half-precision one.
-        selected: see `_cast_root_inputs`.
-        is_policy: whether the model is a known policy.
+    See [Note: inputs of the model]. The model is not sharded yet; ``units`` has the ignored modules, too.
     """
     waiting = [(child, lists_blocks(root)) for child in root.children()]
     while waiting:
@@ -99,11 +93,7 @@ def _cast_root_inputs(
 ) -> Hook:
     """Return a hook that casts inputs of the model to a half-precision dtype; see [Note: inputs of the model].
 
-    Args:
-        root: the model, or a model of transformers within it, before it is sharded.
-        dtype: the compute dtype.
-        is_policy: whether the model is a known policy.
-        selected: names of arguments of the model's forward that are cast; True for all floating inputs.
+    ``selected`` has the names of arguments that are cast in any case; True stands for all floating inputs.
     """
     names = _argument_names(root)
     casts_matrices = is_policy or lists_blocks(root) or holds_weights(root)
@@ -169,16 +159,14 @@ def cast_outputs(module: nn.Module, dtype: torch.dtype) -> None:
     module.register_forward_hook(lambda _module, _inputs, output: cast_floating(output, dtype))
 
 
-def cast_first(dtype: torch.dtype) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
+def cast_first(dtype: torch.dtype) -> Hook:
     """Return a hook that casts the first floating input of a module; see [Note: inputs]."""
 
     def cast(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:
-        for i, value in enumerate(args):
+        inputs: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        for place, value in inputs:
             if isinstance(value, torch.Tensor) and value.is_floating_point():
-                return (*args[:i], value.to(dtype), *args[i + 1 :]), kwargs
-        for name, value in kwargs.items():
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                return args, {**kwargs, name: value.to(dtype)}
+                return with_input(args, kwargs, place, value.to(dtype))
         return args, kwargs
 
     return cast

@@ -1,8 +1,8 @@
 """Look up a policy's block classes, its entry points other than forward, and whether it bypasses its blocks.
 
 Input: a model. Output: a `Policy`, from two sources. The first is the model's attributes ``_fsdp_wrap_modules`` and
-``_fsdp_forward_methods``, which LeRobot's policies may declare. The second is the entry that `register_policy` made for
-the name or class of the model.
+``_fsdp_forward_methods``, which policies may declare. The second is the entry that `register_policy` made for the name
+or class of the model: by the user, or by an integration for the policies of its system (`features.load_policies`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from fsdp2_strategy.errors import ConfigError
+from fsdp2_strategy.sharding.features import load_policies
 
 ENTRY_POINTS = ("select_action", "predict_action_chunk")
 """Methods that run a policy on a robot."""
@@ -68,6 +69,7 @@ def register_policy(
 
 def policy_of(model: nn.Module) -> Policy | None:
     """Return the outermost known policy among a model and the modules within it; None if there is none."""
+    load_policies()
     for module in model.modules():
         name = getattr(type(module), "name", None)  # a string in policies; of any type in other modules
         known = _registered.get(name if isinstance(name, str) else "") or _registered.get(type(module).__name__)
@@ -85,27 +87,6 @@ def policy_of(model: nn.Module) -> Policy | None:
 
 
 def _declared(module: nn.Module, attribute: str) -> Sequence[str] | None:
-    """Return an attribute of a module itself or its class, else None.
-
-    Plain `getattr` on a wrapper, such as peft's, would return the attribute of the inner module.
-    """
+    """Return an attribute of a module itself or its class, not one of an inner module that a wrapper passes on."""
     is_own = attribute in vars(module) or hasattr(type(module), attribute)
     return getattr(module, attribute) if is_own else None
-
-
-# The policies of LeRobot, and one of transformers.
-register_policy("act", ["ACTEncoderLayer", "ACTDecoderLayer"])
-register_policy("diffusion")
-register_policy("evo1", ["BasicTransformerBlock"])
-register_policy("groot", ["BasicTransformerBlock", "CategorySpecificMLP", "MultiEmbodimentActionEncoder"])
-register_policy("molmoact2", ["ActionExpertBlock", "MolmoAct2Embedding"])
-register_policy("multi_task_dit", ["TransformerBlock"])
-register_policy("pi0", ["_PiGemmaDecoderLayerBase", "GemmaDecoderLayer", "SiglipEncoderLayer"], bypassed=True)
-register_policy("pi05", ["_PiGemmaDecoderLayerBase", "GemmaDecoderLayer", "SiglipEncoderLayer"], bypassed=True)
-register_policy("pi0_fast", ["_PiGemmaDecoderLayerBase", "GemmaDecoderLayer", "SiglipEncoderLayer"])
-register_policy("smolvla", ["LlamaDecoderLayer", "SmolVLMEncoderLayer"], bypassed=True)
-register_policy("vla_jepa", ["BasicTransformerBlock", "ACBlock"])
-register_policy("xvla", ["TransformerBlock"])
-register_policy(
-    "PI0ForConditionalGeneration", ["GemmaDecoderLayer", "SiglipEncoderLayer"], entry_points=["sample_actions"]
-)

@@ -61,11 +61,7 @@ _GRADIENTS = Slot[_UnitGradients]("gradients that this rank did not compute")
 
 
 def fill_missing_gradients(param_groups: Iterable[Any]) -> None:
-    """Register hooks that add zeros for missing gradients before each reduction; see [Note: missing gradients].
-
-    Args:
-        param_groups: the ``FSDPParamGroup`` of each unit. Units whose gradients stay on one rank need no hooks.
-    """
+    """Register hooks that add zeros for missing gradients before each reduction; see [Note: missing gradients]."""
     for param_group in param_groups:
         if gradient_ranks(param_group) > 1:
             own = model_state(param_group).set(_GRADIENTS, _UnitGradients())
@@ -115,10 +111,9 @@ def _hide_zeros(own: _UnitGradients, param_group: Any) -> None:
 
 
 def _hook_inputs(param_group: Any, _register: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Register the hook that reduces a unit after the gradients of its inputs, as FSDP2 does.
+    """Register the hook that reduces a unit after the gradients of its inputs.
 
-    FSDP2's own hook turns a missing gradient into zeros, so that the units before a unit whose output was not used
-    would count as used.
+    FSDP2's own turns a missing gradient into zeros: units before one whose output was not used would count as used.
     """
     return hook_inputs(param_group, _Reduce, args, kwargs)
 

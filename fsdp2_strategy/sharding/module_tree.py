@@ -1,16 +1,19 @@
-"""Index the modules of a model by all their paths from the root; a shared module has several.
+"""Index the modules of a model by all their paths from the root (a shared module has several); match their names.
 
-Input: a model and its ignored modules. Output: names, owners, depths and module order, for `plan`.
+Input: a model and its ignored modules, or patterns for the names of modules. Output: names, owners, depths and module
+order, or the matching modules, for `plan`.
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Collection, Container
+from collections.abc import Collection, Container, Sequence
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from fsdp2_strategy.errors import ShardError, did_you_mean
 from fsdp2_strategy.hf.library_internals import lists_blocks
 from fsdp2_strategy.model.names import clean
 from fsdp2_strategy.sharding.blocks import can_be_unit
@@ -68,10 +71,9 @@ class ModuleTree:
         return [[m for m in path[:-1] if lists_blocks(m)] for path in self.paths[module]]
 
     def callable_around(self, module: nn.Module) -> nn.Module:
-        """Return the module itself or the innermost module around it that can be a unit; else the root.
+        """Return the innermost module around a module, or itself, that can be a unit; else the root; on its first path.
 
-        For example, the forward of a ParameterList is never called, so it cannot be a unit. If the module has several
-        paths, the first one is used.
+        For example, the forward of a ParameterList is never called, so it cannot be a unit.
         """
         return next((m for m in reversed(self.paths[module][0]) if can_be_unit(m)), self.model)
 
@@ -83,3 +85,24 @@ class ModuleTree:
                 (unit,) = self.units_around(self.owners[parameter][0], units)
                 found[unit][name] = parameter
         return found
+
+
+def matching_modules(model: nn.Module, patterns: Sequence[str], action: str) -> list[nn.Module]:
+    """Return the modules whose full dotted name matches a pattern, without modules inside another match.
+
+    ``action`` is the purpose of the setting, for the error if a pattern matches no module, or the model itself.
+    """
+    names = [(clean(name), module) for name, module in model.named_modules(remove_duplicate=False)]
+    for pattern in patterns:
+        found = [name for name, _ in names if re.fullmatch(pattern, name)]
+        if "" in found or not found:
+            what = "the model itself" if found else f"no module of {type(model).__name__}"
+            within = [name for name, _ in names if name]
+            raise ShardError(
+                f"cannot {action}: the pattern {pattern!r} matches {what}, expected a regular expression that "
+                f"matches the full names of modules within it. The first names are {', '.join(within[:3])}."
+                f"{did_you_mean(pattern, within)}"
+            )
+    matched = dict.fromkeys(m for name, m in names if any(re.fullmatch(pattern, name) for pattern in patterns))
+    within_matched = {m for outer in matched for m in outer.modules() if m is not outer}
+    return [module for module in matched if module not in within_matched]

@@ -51,10 +51,9 @@ from fsdp2_strategy.sharding.blocks import (
     vocabulary_modules,
 )
 from fsdp2_strategy.sharding.features import feature
-from fsdp2_strategy.sharding.ignored import matching_modules
 from fsdp2_strategy.sharding.input_casts import CastInputs, inputs_to_cast
 from fsdp2_strategy.sharding.known_policies import ENTRY_POINTS, Policy, policy_of
-from fsdp2_strategy.sharding.module_tree import ModuleTree
+from fsdp2_strategy.sharding.module_tree import ModuleTree, matching_modules
 from fsdp2_strategy.sharding.precision import Precision
 from fsdp2_strategy.sharding.skipped_units import layerdrop_of
 
@@ -178,10 +177,7 @@ class ShardPlan:
                 )
 
     def _unexpected_in(self, root: Unit) -> int:
-        """Return the number of parameters of the root unit that belong to neither an embedding nor a head.
-
-        These belong to it by design: tied parameters, and embeddings and heads too small for a unit of their own.
-        """
+        """Return the number of the root unit's parameters besides tied ones and those of embeddings and heads."""
         expected = {name for names in self.ties for name in names}
         for module in self.model.modules():
             head = getattr(module, "get_output_embeddings", lambda: None)()
@@ -238,12 +234,7 @@ def plan_units(
 ) -> ShardPlan:
     """Decide which modules of ``model`` become units, without modifying it; not collective.
 
-    The modules ``experts`` become units of the kind "experts".
-
-    Raises:
-        ShardError: a class name or a pattern matches nothing, there is no parameter to shard, a parameter is shared by
-            an ignored module and one that is not, or by modules of different dtypes, or ``mixed_mm_data`` does not
-            work with this model.
+    The modules ``experts`` become units of the kind "experts". Raises ShardError if the settings do not fit the model.
     """
     model, mixed_mm_data = unwrap_model(model), config.mixed_mm_data
     precision = Precision.of(config, is_training=is_training)
@@ -320,11 +311,7 @@ def _stays_gathered(tree: ModuleTree, module: nn.Module, kind: str, precision: P
 
 
 def modules_to_recompute(plan: ShardPlan, selected: Sequence[str] | bool) -> dict[str, nn.Module]:
-    """Return the modules whose activations are recomputed in training: those of the given classes, or all blocks.
-
-    Raises:
-        ShardError: a class name matches no module, or all blocks are selected and there are none.
-    """
+    """Return the modules whose activations are recomputed in training: those of the given classes, or all blocks."""
     if not plan.precision.is_training:
         return {}
     if not isinstance(selected, bool):
@@ -419,8 +406,7 @@ def _split_by_dtype(
 ) -> tuple[dict[nn.Module, torch.dtype], dict[nn.Module, torch.dtype]]:
     """Make modules that compute in another dtype units of their own (invariant 2); change ``kinds``.
 
-    Returns:
-        The compute dtype of each unit; and for each new unit, the compute dtype of the unit around it.
+    Return the compute dtype of each unit; and for each new unit, that of the unit around it.
     """
     dtypes: dict[nn.Module, torch.dtype] = {}
     for parameter, owners in tree.owners.items():

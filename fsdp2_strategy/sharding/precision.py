@@ -19,33 +19,26 @@ from fsdp2_strategy.model.names import matches
 class Precision:
     """Precision settings, and the dtypes that follow from them for each parameter."""
 
-    bf16: bool
+    half: torch.dtype | None
+    """The half-precision compute dtype: that of ``fp16``, or else of ``bf16``; None if neither is set."""
     is_training: bool
-    keep_fp32: tuple[str, ...] = ()
+    keep_fp32: tuple[str, ...]
     """Name patterns of parameters that are gathered in fp32."""
-    fp16: bool = False
-    """Compute in float16; overrides ``bf16``."""
-    use_mp_opt: bool = False
+    use_mp_opt: bool
     """Whether the optimizer keeps the fp32 master weights; if so, shards have the compute dtype."""
-    reduce_in_full_precision: bool = True
+    reduce_in_full_precision: bool
     """Reduce gradients in fp32 or wider. If False, use the compute dtype: half the traffic, but rounded gradients."""
 
     @classmethod
     def of(cls, config: StrategyConfig, *, is_training: bool) -> Self:
         """Return the precision that a configuration asks for."""
         return cls(
-            bf16=config.bf16,
-            fp16=config.fp16,
+            half=torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else None,
             is_training=is_training,
             keep_fp32=config.keep_fp32,
             use_mp_opt=config.use_mp_opt,
             reduce_in_full_precision=config.reduce_in_full_precision,
         )
-
-    @property
-    def half(self) -> torch.dtype | None:
-        """The half-precision compute dtype; None if neither ``fp16`` nor ``bf16`` is set."""
-        return torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else None
 
     def compute_dtype(self, name: str, parameter: torch.Tensor) -> torch.dtype:
         """Return the dtype in which a parameter is gathered and used in computations."""
@@ -70,11 +63,10 @@ class Precision:
         return _at_least_fp32(compute_dtype) if self.reduce_in_full_precision else compute_dtype
 
     def stored_dtype(self, parameter: torch.Tensor, compute_dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of a parameter's shard.
+        """Return the dtype of a parameter's shard: fp32 or wider for trained ones, unless the optimizer has masters.
 
-        A trained parameter is stored in fp32 or wider, as a master weight, unless the optimizer keeps the master
-        weights. Other parameters are stored in the compute dtype. One exception: in training without half precision, a
-        frozen parameter whose dtype is narrower than fp32 keeps its dtype, although it is gathered in fp32.
+        Other parameters are stored in the compute dtype. One exception: in training without half precision, a frozen
+        parameter whose dtype is narrower than fp32 keeps its dtype, although it is gathered in fp32.
         """
         if not parameter.is_floating_point():
             return parameter.dtype

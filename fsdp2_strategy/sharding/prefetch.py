@@ -29,12 +29,7 @@ _Order = tuple[FSDPModule, ...]
 
 
 class PrefetchOrder:
-    """Record the order in which units run, and set FSDP2's prefetch lists accordingly.
-
-    Args:
-        units: the units to prefetch. In each pass, all ranks must run the same ones of them.
-        depth: how many units to gather ahead of the running one.
-    """
+    """Record the order in which units run, and prefetch ``depth`` units ahead of the running one accordingly."""
 
     def __init__(self, units: Sequence[nn.Module], depth: int) -> None:
         self._depth = depth
@@ -59,10 +54,7 @@ class PrefetchOrder:
             self._forward = order
 
     def end_pass(self, kind: Hashable, *, completed: bool, has_gradients: bool) -> None:
-        """Store the recorded order, and prefetch in reverse order in the backward of a pass with gradients.
-
-        Of a pass that raised (not ``completed``), nothing is stored.
-        """
+        """Store the recorded order of a completed pass, and prefetch in reverse order in its backward."""
         units, self._running.units = self._running.units, None
         if not completed:
             return
@@ -75,10 +67,7 @@ class PrefetchOrder:
 
 
 def _lists(old: _Order, new: _Order, depth: int) -> Iterable[tuple[FSDPModule, list[FSDPModule]]]:
-    """Return each unit of two orders, with the units that follow it within ``depth`` each time it runs in the new one.
-
-    For a unit that is only in the old order, the list is empty.
-    """
+    """Return each unit of two orders with those to gather ahead of it in the new one; none if it is only in the old."""
     following: dict[FSDPModule, list[FSDPModule]] = {}
     for i, unit in enumerate(new):
         ahead = [other for other in new[i + 1 : i + 1 + depth] if other is not unit]
@@ -89,8 +78,7 @@ def _lists(old: _Order, new: _Order, depth: int) -> Iterable[tuple[FSDPModule, l
 class _RunningPass:
     """The units that have run in the running pass, in order; None if they are not recorded.
 
-    Hooks of the units hold this object, so it must not reference units after the pass: [Note: per-model state] in
-    `model.state`.
+    Hooks of the units hold it, so it references no units after the pass: [Note: per-model state] in `model.state`.
     """
 
     units: list[FSDPModule] | None = None

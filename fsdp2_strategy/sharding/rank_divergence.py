@@ -36,11 +36,7 @@ from fsdp2_strategy.model.unit_hooks import register_hook
 
 
 def watch_units(root: nn.Module) -> None:
-    """Register hooks that compare which units the ranks gather and reduce; collective at the first call for a group.
-
-    Args:
-        root: the sharded model.
-    """
+    """Register hooks that compare which units ranks gather and reduce; collective at the first call for a group."""
     log = begin_log()
     names = {module: clean(name) for name, module in root.named_modules()}
     log.models += 1

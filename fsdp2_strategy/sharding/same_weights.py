@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fsdp2_strategy.distributed.agreement import check_equal
-from fsdp2_strategy.distributed.process_group import control_device, group_in_use
 from fsdp2_strategy.errors import ShardError, some
+from fsdp2_strategy.model.buffers import differing_numbers
 
 _SAMPLES_PER_PARAMETER = 256
 
@@ -22,28 +21,17 @@ _SAMPLES_PER_PARAMETER = 256
 def check_same_everywhere(name: str, planned: object, parameters: Mapping[str, nn.Parameter]) -> None:
     """Raise on every rank if the ranks planned different units or hold different weights; collective.
 
-    Args:
-        name: name of the model, for the error text.
-        planned: the units and options of this rank; their ``repr`` is compared.
-        parameters: parameters by name. A few hundred elements of each parameter are compared. Parameters on the meta
-            device are skipped.
-
-    Raises:
-        ShardError: plans or weights differ between the ranks.
+    The ``repr`` of ``planned`` is compared, and a few hundred elements of each parameter that is not on meta.
     """
     expected = (
         "the same options, and a model with the same names, shapes, dtypes and frozen parameters in the same order, on "
         "every rank. Build it from the same configuration."
     )
     check_equal(f"shard {name}", planned, ShardError, expected)
-    parameters = {name: p for name, p in parameters.items() if not p.is_meta}
-    samples = torch.tensor([_sample(p) for p in parameters.values()], dtype=torch.float64, device=control_device())
-    extremes = torch.stack([samples, -samples])
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group_in_use())
-    different = [name for name, spread in zip(parameters, extremes.sum(dim=0).tolist(), strict=True) if spread]
-    if different:
+    samples = {name: _sample(p) for name, p in parameters.items() if not p.is_meta}
+    if different := differing_numbers(samples):
         raise ShardError(
-            f"cannot shard {name}: {some(different, 'parameter')} of {len(parameters)} differ between the ranks, "
+            f"cannot shard {name}: {some(different, 'parameter')} of {len(samples)} differ between the ranks, "
             "expected the same weights on every rank. Set the same seed on every rank before "
             "building the model, or load the same files."
         )

@@ -8,8 +8,8 @@ fully_shard, inner units first -> prefetch order -> entry points.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +47,7 @@ from fsdp2_strategy.sharding.blocks import has_forward
 from fsdp2_strategy.sharding.bypassed_units import BypassHooks, cast_to_own, clone_view_outputs, needs_own_dtype
 from fsdp2_strategy.sharding.direct_use import DirectUses
 from fsdp2_strategy.sharding.features import feature
-from fsdp2_strategy.sharding.gradient_dtypes import fix_gradient_dtypes, reduce_to_fp32
+from fsdp2_strategy.sharding.gradient_dtypes import fix_gradient_dtypes
 from fsdp2_strategy.sharding.guarded_calls import guard_calls, guard_state_dict
 from fsdp2_strategy.sharding.input_casts import (
     cast_all,
@@ -69,8 +69,7 @@ if TYPE_CHECKING:
     from fsdp2_strategy.parallel.tensor.plan import TensorPlan
 
 _IS_FOR_TRAINING = Slot[bool]("sharded for training")
-_EXPERT_SIZE = Slot[int]("ranks that divide experts")
-_GIVEN_PLAN = Slot[dict[str, str] | None]("plan of the user for layers")
+_SETTINGS = Slot[StrategyConfig]("settings of a sharded model")
 _HALF = (torch.float16, torch.bfloat16)
 _HOOKS = Slot[BypassHooks]("hooks on passes")
 _DTYPES = Slot[dict[str, torch.dtype]]("dtypes of shards for training")
@@ -132,9 +131,8 @@ def shard_model(
         decision = _decide(root, mesh, config, is_training=is_training)
         _carry_out(model, decision, mesh, config)
         model_state(root).set(_IS_FOR_TRAINING, is_training)
-        model_state(root).set(_EXPERT_SIZE, config.expert_parallel_size)
-        given = config.tensor_parallel_plan if decision.layers else None
-        model_state(root).set(_GIVEN_PLAN, None if given is None else dict(given))
+        # A plan for layers that are not split has no effect.
+        model_state(root).set(_SETTINGS, config if decision.layers else replace(config, tensor_parallel_plan=None))
         _finish(root, decision.layers, is_training=is_training)
         units = counted(len(decision.plan.units), "unit")
         log("sharded %s over %s: %s, %s", type(root).__name__, _shape(mesh), units, decision.plan.source)
@@ -167,13 +165,15 @@ def _decide(root: nn.Module, mesh: DeviceMesh, config: StrategyConfig, *, is_tra
         plan = plan_units(root, config, is_training=is_training, experts=experts.values())
         recomputed = modules_to_recompute(plan, config.activation_checkpointing)
         check_selected(root, config.cast_inputs)
-        _check_experts(plan, experts, is_compiled=bool(config.compile_blocks))
+        _check_experts(plan, experts)
         others = {
             "compile_blocks": config.compile_blocks,
             "an integer as reshard_after_forward": not isinstance(reshard, bool),
         }
         layers = _plan_layers(plan, layer_mesh, config.tensor_parallel_plan, experts, others)
-    layers = _check_layers(plan, layers, layer_mesh)
+    if layers is not None:  # corrected by what a tiny model shows
+        with all_or_none(f"split the layers of {name}", ShardError):
+            layers = feature("tensor.check").check_tensor_plan(root, layers, layer_mesh)
     options = _shape(mesh), of_experts, reshard, config.cpu_offload, tuple(recomputed), config.cast_inputs
     check_same_everywhere(name, (plan.signature(), options, layers), plan.parameters())
     for warning in plan.warnings():
@@ -205,33 +205,32 @@ def _carry_out(model: nn.Module, decision: _Decision, mesh: DeviceMesh, config: 
         ignored=[unit.module for unit in plan.ignored],
         is_bypassed=bool(plan.policy and plan.policy.bypassed),
     )
-    _cast_inputs(plan, hooks, config.cast_inputs)
+    if (half := plan.precision.half) is not None:
+        units = {unit.module for unit in (*plan.units, *plan.ignored)}
+        is_policy = plan.policy is not None
+        hooks.cast_inputs(cast_where_weights_are(root, units, half, config.cast_inputs, is_policy=is_policy))
     # The modules that hold parameters are found while these are still those of the plan.
     watched = _read_directly(plan, compiled)
-    shard_units(
-        plan,
-        data_parallel_mesh(mesh),
-        decision.reshard,
-        cpu_offload=config.cpu_offload,
-        expert_view=decision.expert_view,
-    )
+    data_mesh = data_parallel_mesh(mesh)
+    shard_units(plan, data_mesh, decision.expert_view, decision.reshard, cpu_offload=config.cpu_offload)
     # All that follows hangs on FSDP2's parameter groups, which exist now. Gradients get their dtypes before other hooks
     # see them.
-    _fix_gradient_dtypes(plan)
+    for param_group in parameter_groups(root) if plan.precision.is_training else ():
+        fix_gradient_dtypes(param_group, masters_in_optimizer=plan.precision.use_mp_opt)
     _add_collective_hooks(plan)
     skipped = _add_hooks_for_skipped(plan, hooks)
     # Entry points last: they call what the hooks above have wrapped.
-    methods = (*config.forward_methods, *plan.entry_points)
-    hooks.add_entry_points(methods, _prefetch_order(plan, config.prefetch_depth))
-    _watch(model, hooks, watched, skipped)
+    prefetched = [unit.module for unit in plan.units if unit.kind not in ("root", "vision")]
+    prefetch = None if config.prefetch_depth is None else PrefetchOrder(prefetched, config.prefetch_depth)
+    hooks.add_entry_points((*config.forward_methods, *plan.entry_points), prefetch)
+    uses = DirectUses(watched, hooks.begin_pass, hooks.on_bypass, skipped)
+    hooks.at_start, hooks.at_end = uses.start_pass, uses.end_pass
+    attach(root, _HOOKS, hooks)
+    watch_wrapper(model)
 
 
 def mesh_for(model: nn.Module, config: StrategyConfig, *, is_training: bool) -> DeviceMesh:
-    """Return the mesh of the sizes in a configuration; collective.
-
-    Raises:
-        MeshError: there is no process group, or a size does not divide the number of ranks.
-    """
+    """Return the mesh of the sizes in a configuration; collective; MeshError if a size does not fit the ranks."""
     return build_mesh(
         shard_size_for(model, config, is_training=is_training), tensor_parallel_size=config.tensor_parallel_size
     )
@@ -256,21 +255,8 @@ def _check_mesh(mesh: object, config: StrategyConfig) -> None:
             )
 
 
-def _watch(
-    model: nn.Module, hooks: BypassHooks, units: Mapping[nn.Module, list[nn.Module]], skipped: set[nn.Module]
-) -> None:
-    """Watch the parameters of units that may be used without a call of their modules, and the model's wrapper."""
-    uses = DirectUses(units, hooks.begin_pass, hooks.on_bypass, skipped)
-    hooks.around_passes(uses.start_pass, uses.end_pass)
-    attach(unwrap_model(model), _HOOKS, hooks)
-    watch_wrapper(model)
-
-
 def watch_wrapper(model: nn.Module) -> None:
-    """Register hooks with which a wrapper's forward can use parts of the sharded models in it; not collective.
-
-    See [Note: wrappers] in `bypassed_units`.
-    """
+    """Register hooks with which a wrapper's forward can use parts of the sharded models in it; [Note: wrappers]."""
     waiting = [] if isinstance(model, FSDPModule) else list(model.children())
     while waiting:
         module = waiting.pop()
@@ -282,18 +268,13 @@ def watch_wrapper(model: nn.Module) -> None:
 
 
 def _read_directly(plan: ShardPlan, compiled: Collection[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
-    """Return the modules whose parameters may be used without a call, by unit; see [Note: direct use].
-
-    The parameters must not be sharded yet.
-    """
+    """Return the modules, not sharded yet, whose parameters may be used without a call, by unit; [Note: direct use]."""
     found: dict[nn.Module, list[nn.Module]] = {}
     for unit in plan.units:
-        if unit.kind in ("block", "experts", "vision") or unit.module in compiled:
-            continue
-        own = {id(parameter) for parameter in unit.parameters.values()}
-        holds = [m for m in unit.module.modules() if any(id(p) in own for p in m.parameters(recurse=False))]
-        if holds:
-            found[unit.module] = holds
+        if unit.kind not in ("block", "experts", "vision") and unit.module not in compiled:
+            own = {id(parameter) for parameter in unit.parameters.values()}
+            holds = [m for m in unit.module.modules() if any(id(p) in own for p in m.parameters(recurse=False))]
+            found |= {unit.module: holds} if holds else {}
     return found
 
 
@@ -305,17 +286,13 @@ def _finish(root: nn.Module, layers: TensorPlan | None, *, is_training: bool) ->
     watch_passes(root)
     register_wrapper(root)
     guard_calls(root, [module for module in root.modules() if isinstance(module, FSDPModule)])
-    _add_checks(root, layers)
+    store_initial_sums(root)
+    if layers is not None:  # ranks that share layers compute the same batch
+        feature("tensor.split").check_batches(root, layers.size)
     remember_buffers(root)
 
 
-def _check_sharded(
-    root: nn.Module,
-    mesh: DeviceMesh | None,
-    config: StrategyConfig,
-    *,
-    is_training: bool,
-) -> None:
+def _check_sharded(root: nn.Module, mesh: DeviceMesh | None, config: StrategyConfig, *, is_training: bool) -> None:
     """Raise if a sharded model was not sharded as `shard_model` is asked to; not collective."""
     state = model_state(root)
     if is_training and state.get(_IS_FOR_TRAINING) is False:
@@ -323,14 +300,14 @@ def _check_sharded(
             f"cannot shard {class_name(root)} for training: it is already sharded for inference, without fp32 "
             "master weights, expected a model that is not sharded. Pass is_training=True in the first call."
         )
+    settings = state.get(_SETTINGS) or StrategyConfig()
     compared: dict[str, tuple[Any, Any]] = {}
     if mesh is not None:
         layer_mesh = tensor_parallel_mesh(mesh)
         compared["tensor_parallel_size"] = ranks_per_layer(root), 1 if layer_mesh is None else layer_mesh.size()
-        of_experts = state.get(_EXPERT_SIZE)
-        compared["expert_parallel_size"] = of_experts or 1, config.expert_parallel_size
+        compared["expert_parallel_size"] = settings.expert_parallel_size, config.expert_parallel_size
     if config.tensor_parallel_plan is not None:
-        compared["tensor_parallel_plan"] = state.get(_GIVEN_PLAN), dict(config.tensor_parallel_plan)
+        compared["tensor_parallel_plan"] = settings.tensor_parallel_plan, config.tensor_parallel_plan
     for name, (before, asked) in compared.items():
         if before != asked:
             raise ShardError(
@@ -347,11 +324,7 @@ def is_for_training(model: nn.Module) -> bool:
 
 
 def check_dtypes(model: nn.Module) -> None:
-    """Free unsharded parameters, and raise if a shard no longer has the dtype that `shard_model` gave it.
-
-    Raises:
-        ShardError: the dtype of a parameter has changed, for example by ``model.to(torch.bfloat16)``.
-    """
+    """Free unsharded parameters, and raise if a shard no longer has the dtype that `shard_model` gave it."""
     root = unwrap_model(model)
     dtypes = model_state(root).get(_DTYPES)
     if dtypes is None:
@@ -366,15 +339,8 @@ def check_dtypes(model: nn.Module) -> None:
             )
 
 
-def _check_experts(plan: ShardPlan, experts: Mapping[str, nn.Module], *, is_compiled: bool) -> None:
-    """Raise if the experts of a model cannot be divided with the other options; not collective."""
-    if not experts:
-        return
-    if is_compiled:
-        raise ShardError(
-            f"cannot divide the experts of {class_name(plan.model)}: compile_blocks is set, expected models without "
-            "it. Leave it out, or set expert_parallel_size=1."
-        )
+def _check_experts(plan: ShardPlan, experts: Mapping[str, nn.Module]) -> None:
+    """Raise if the experts of a model are not units of their own; not collective."""
     units = {unit.module: unit.kind for unit in plan.units}
     if wrong := [name for name, module in experts.items() if units.get(module) != "experts"]:
         raise ShardError(
@@ -391,14 +357,7 @@ def _plan_layers(
     experts: Mapping[str, nn.Module],
     others: Mapping[str, object],
 ) -> TensorPlan | None:
-    """Return how the layers of a model are split over the axis "tp"; None if there is none; not collective.
-
-    Args:
-        plan: the units of the model.
-        mesh: the axis, or None.
-        given: the plan of the user, or None.
-        others: options that do not combine with split layers, and whether they are set.
-    """
+    """Return how layers are split over the axis "tp"; ``others`` says which options are set that forbid it."""
     if mesh is None:
         return None
     layers: TensorPlan = feature("tensor.plan").plan_tensor_parallel(plan.model, mesh.size(), given, without=experts)
@@ -415,15 +374,6 @@ def _plan_layers(
             "them, expected modules outside of the plan. Remove a pattern from ignored_modules."
         )
     return layers
-
-
-def _check_layers(plan: ShardPlan, layers: TensorPlan | None, mesh: DeviceMesh | None) -> TensorPlan | None:
-    """Return how layers are split, corrected by what a tiny model shows; collective."""
-    if layers is None or mesh is None:
-        return None
-    with all_or_none(f"split the layers of {class_name(plan.model)}", ShardError):
-        corrected: TensorPlan = feature("tensor.check").check_tensor_plan(plan.model, layers, mesh)
-        return corrected
 
 
 def _split_layers(plan: ShardPlan, layers: TensorPlan | None, mesh: DeviceMesh | None) -> None:
@@ -450,18 +400,6 @@ def _divide_experts(
     log("%s: the experts of %s divided among %d ranks", class_name(plan.model), of_experts, mesh.size())
 
 
-def _add_checks(root: nn.Module, layers: TensorPlan | None) -> None:
-    """Store the sums of frozen parameters, and compare batches between ranks that share layers in each forward."""
-    store_initial_sums(root)
-    if layers is not None:
-        feature("tensor.split").check_batches(root, layers.size)
-
-
-def _prefetch_order(plan: ShardPlan, depth: int | None) -> PrefetchOrder | None:
-    units = [unit.module for unit in plan.units if unit.kind not in ("root", "vision")]
-    return None if depth is None else PrefetchOrder(units, depth)
-
-
 def _add_collective_hooks(plan: ShardPlan) -> None:
     """Register the hooks for ranks without images, and those that detect ranks that run different units."""
     watch_units(plan.model)
@@ -473,20 +411,8 @@ def _add_collective_hooks(plan: ShardPlan) -> None:
         feature("vision_encoders").add_hooks(plan.model, encoder, plan.mixed_mm_data)
 
 
-def _fix_gradient_dtypes(plan: ShardPlan) -> None:
-    """Register the hooks that set the dtypes of gradients of a model that is trained."""
-    for param_group in parameter_groups(plan.model) if plan.precision.is_training else ():
-        fix_gradient_dtypes(param_group)
-        if plan.precision.use_mp_opt:
-            reduce_to_fp32(param_group)
-
-
 def _add_hooks_for_skipped(plan: ShardPlan, hooks: BypassHooks) -> set[nn.Module]:
-    """Register the hooks of units that some ranks skip, unless the forward of the blocks is bypassed.
-
-    Returns:
-        The set to which these hooks add the units that are skipped in the running pass.
-    """
+    """Register the hooks of units that some ranks skip; return the set of units skipped in the running pass."""
     if plan.policy and plan.policy.bypassed:
         return set()
     kinds = {unit.module: unit.kind for unit in plan.units}
@@ -514,14 +440,6 @@ def _add_cast_hooks(plan: ShardPlan) -> None:
             of_all = needs_own_dtype(unit.module)
             cast = cast_to_own if of_all else cast_unit_inputs(unit.compute_dtype)
             unit.module.register_forward_pre_hook(cast, with_kwargs=True)
-
-
-def _cast_inputs(plan: ShardPlan, hooks: BypassHooks, selected: Sequence[str] | bool) -> None:
-    """Register the hooks that cast the model's inputs, and those of modules of the root unit, in half precision."""
-    if (half := plan.precision.half) is not None:
-        units = {unit.module for unit in (*plan.units, *plan.ignored)}
-        is_policy = plan.policy is not None
-        hooks.cast_inputs(cast_where_weights_are(plan.model, units, half, selected, is_policy=is_policy))
 
 
 def _shape(mesh: DeviceMesh) -> str:

@@ -46,18 +46,15 @@ from torch import nn
 from fsdp2_strategy.distributed.process_group import current_device
 from fsdp2_strategy.distributed.torch_internals import (
     IS_MANAGED,
+    begin_forward,
     changes_of,
+    end_forward,
     fsdp_state_of,
     gather,
     has_forward_hook,
     is_in_backward,
-    mark_forward,
-    mark_idle,
-    param_group_post_forward,
-    param_group_pre_forward,
     param_groups_of,
     pre_backward_hook,
-    prefetch_for_forward,
     tree_flatten,
     tree_leaves,
     tree_unflatten,
@@ -138,15 +135,14 @@ class _Call:
     has_trained_input: bool = False
     """Whether an output of the part that ran last requires a gradient; before the first one, an input of the owner."""
 
+    def not_reached_from(self, values: Any) -> _Tensors:
+        """Return the numbers and outputs, not attached yet, that nested values do not depend on."""
+        leaves = _leaves(values) if self.outputs else []
+        return self.numbers + tuple(each for group in self.outputs if not _depends(leaves, group) for each in group)
+
 
 class SkippedUnits:
-    """Register hooks that let ranks skip different parts of a sharded model; see [Note: skipped units].
-
-    Args:
-        root: the sharded model.
-        kinds: the units of the model and the kind of each.
-        ignored: modules without sharded parameters.
-    """
+    """Register hooks that let ranks skip different parts of a sharded model; see [Note: skipped units]."""
 
     def __init__(self, root: nn.Module, kinds: Mapping[nn.Module, str], ignored: Iterable[nn.Module]) -> None:
         self.skipped: set[nn.Module] = set()
@@ -259,10 +255,7 @@ class _Owner:
             return None
         tensor, replace = found
         before = (tensor,) if tensor.requires_grad else ()
-        others = call.numbers
-        if call.outputs:
-            values = _leaves((args, kwargs))
-            others += tuple(each for group in call.outputs if not _depends(values, group) for each in group)
+        others = call.not_reached_from((args, kwargs))
         call.outputs = call.numbers = ()
         part.has_trained_input = tensor.requires_grad
         if not skipped and not others and (before or not self._needs_gradient(part)):
@@ -287,8 +280,7 @@ class _Owner:
     def _run_skipped(self, skipped: Sequence[_Part], before: _Tensors, then: _Part | None = None) -> _Tensors:
         """Run skipped parts as the identity of a number; its backward runs theirs, and then that of ``before``.
 
-        Returns:
-            The numbers whose backward does so: the input of the part ``then``, and those of parts without inputs.
+        Return the numbers whose backward does so: the input of the part ``then``, and those of parts without inputs.
         """
         number = torch.zeros((), device=current_device())  # its backward runs on the thread of the units' backward
         if before:
@@ -316,8 +308,7 @@ class _Owner:
     def _needs_gradient(self, part: _Part) -> bool:
         """Return whether the input of a part must require a gradient, even if it does not depend on a parameter.
 
-        Otherwise, the gradients of the part would be reduced at the end of the backward pass on ranks where the input
-        requires none, and earlier on the others.
+        Otherwise, ranks whose input requires none would reduce the part's gradients later, at the end of backward.
         """
         if part.container in self._parallel:
             return self._is_trained()
@@ -353,10 +344,7 @@ class _Owner:
         if len(call.results) > 1:
             self._find_parallel(call, output)
         is_joined = sum(container in self._parallel for container, *_ in call.results) > 1
-        others = call.numbers
-        if call.outputs:
-            values = _leaves(output)
-            others += tuple(each for group in call.outputs if not _depends(values, group) for each in group)
+        others = call.not_reached_from(output)
         if not skipped and not others and not is_joined:
             return None
         return self._attach_to_output(output, call, skipped, others, is_joined=is_joined)
@@ -435,27 +423,18 @@ def _modules_of(units: Iterable[_Unit]) -> Iterator[nn.Module]:
 
 
 def _run_as_identity(unit: _Unit, number: torch.Tensor) -> torch.Tensor:
-    """Gather and free a unit as if its forward ran; return a number whose backward gathers and reduces it.
-
-    Collective over the ranks of the unit.
-    """
+    """Gather and free a unit as if it ran; return a number whose backward gathers and reduces it; collective."""
     state = fsdp_state_of(unit.module)
-    param_groups = param_groups_of(state)
     if is_in_backward():  # a recomputation
-        for param_group in param_groups:
+        for param_group in param_groups_of(state):
             gather(param_group)
         for inner in unit.inner:
             number = _run_as_identity(inner, number)
         return number
-    mark_forward(state)
-    for param_group in param_groups:
-        (number,), _ = param_group_pre_forward(param_group, unit.module, (number,), {})
-    prefetch_for_forward(state)
+    (number,), _ = begin_forward(state, unit.module, (number,), {})
     for inner in unit.inner:
         number = _run_as_identity(inner, number)
-    for param_group in param_groups:
-        param_group_post_forward(param_group, unit.module)
-    mark_idle(state)
+    end_forward(state, unit.module)
     if not torch.is_grad_enabled():
         if has_forward_hook(unit.module, reshard_without_backward):
             reshard_without_backward(unit.module)
@@ -479,15 +458,14 @@ def _as_in_forward(part: _Part, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _first_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, Callable[..., Any]] | None:
-    """Return the first floating tensor among the inputs, rather one that requires a gradient.
+    """Return the first floating tensor among the inputs, preferably one that requires a gradient; None without one.
 
-    Returns:
-        None if there is none; or the tensor, and a function that returns the inputs with another one in its place.
+    With it comes a function that returns the inputs with another tensor in its place.
     """
     inputs: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     for place, value in inputs:
         if _is_floating(value) and value.requires_grad:
-            return value, functools.partial(_with_input, args, kwargs, place)
+            return value, functools.partial(with_input, args, kwargs, place)
     leaves, rebuild = _flatten((args, kwargs))
     places = [place for place, leaf in enumerate(leaves) if _is_floating(leaf)]
     first = next((i for i in places if leaves[i].requires_grad), next(iter(places), None))
@@ -496,7 +474,10 @@ def _first_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.T
     return leaves[first], lambda changed: rebuild([*leaves[:first], changed, *leaves[first + 1 :]])
 
 
-def _with_input(args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str, value: torch.Tensor) -> Any:
+def with_input(
+    args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str, value: torch.Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the inputs of a module with a tensor in the place of one of them."""
     if isinstance(place, int):
         return (*args[:place], value, *args[place + 1 :]), kwargs
     return args, {**kwargs, place: value}

@@ -12,12 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from fsdp2_strategy.config.strategy_config import StrategyConfig
 from fsdp2_strategy.distributed import process_group
@@ -43,14 +38,7 @@ def check_config(config: object, action: str) -> None:
 def shard_size_for(
     model: nn.Module, config: StrategyConfig, *, is_training: bool, world_size: int | None = None
 ) -> int:
-    """Return the shard size of a configuration, which is chosen by the size of the model if it is "auto".
-
-    Args:
-        model: the model.
-        config: the settings.
-        is_training: whether the model is sharded for training.
-        world_size: number of ranks; by default those of the process group.
-    """
+    """Return the shard size of a configuration, which is chosen by the size of the model if it is "auto"."""
     if config.shard_size != "auto":
         return config.shard_size
     ranks = (world_size or process_group.world_size()) // config.tensor_parallel_size
@@ -60,10 +48,10 @@ def shard_size_for(
 def shard_units(
     plan: ShardPlan,
     mesh: DeviceMesh,
+    expert_view: DeviceMesh | None,
     reshard_after_forward: bool | int,
     *,
     cpu_offload: bool,
-    expert_view: DeviceMesh | None = None,
 ) -> None:
     """Call `fully_shard` on each unit of a plan: the deepest units first, the root last.
 
@@ -71,23 +59,20 @@ def shard_units(
     """
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
     replicated = _replicate(plan)
-    shard = functools.partial(fully_shard, mesh=mesh, offload_policy=offload, ignored_params=set(replicated))
+    shard = functools.partial(fully_shard, offload_policy=offload, ignored_params=set(replicated))
     of_experts = mesh if expert_view is None else data_parallel_mesh(expert_view)
     root_policy = MixedPrecisionPolicy()
     for unit in sorted(plan.units, key=lambda unit: -unit.depth):
         policy = _policy(unit, plan.precision)
-        reshard = reshard_of(unit, plan, reshard_after_forward)
         if unit.module is plan.model:
             root_policy = policy
-        elif unit.kind == "vision":
-            shard(unit.module, mesh=build_mesh(1), mp_policy=policy, reshard_after_forward=reshard)
-        elif unit.kind == "experts":
-            shard(unit.module, mesh=of_experts, mp_policy=policy, reshard_after_forward=reshard)
-        else:
-            shard(unit.module, mp_policy=policy, reshard_after_forward=reshard)
+            continue
+        own_mesh = build_mesh(1) if unit.kind == "vision" else of_experts if unit.kind == "experts" else mesh
+        reshard = reshard_of(unit, plan, reshard_after_forward)
+        shard(unit.module, mesh=own_mesh, mp_policy=policy, reshard_after_forward=reshard)
         if unit.kind == "head" and unit.stays_gathered and reshard_after_forward:
             unit.module.register_forward_hook(reshard_without_backward)
-    shard(plan.model, mp_policy=root_policy, reshard_after_forward=_reshard_of_root(reshard_after_forward))
+    shard(plan.model, mesh=mesh, mp_policy=root_policy, reshard_after_forward=_reshard_of_root(reshard_after_forward))
     if replicated:
         average_gradients(plan.model, replicated)
     for module in (plan.model, *(unit.module for unit in plan.units)):
@@ -97,11 +82,7 @@ def shard_units(
 
 
 def check_reshard(reshard_after_forward: bool | int, shard_size: int) -> bool | int:
-    """Return ``reshard_after_forward`` with groups of one rank replaced by False, and of the shard size by True.
-
-    Raises:
-        ShardError: it is neither a bool nor a divisor of the shard size.
-    """
+    """Return ``reshard_after_forward`` with groups of one rank replaced by False, and of the shard size by True."""
     if isinstance(reshard_after_forward, bool):
         return reshard_after_forward
     if not isinstance(reshard_after_forward, int) or reshard_after_forward < 1 or shard_size % reshard_after_forward:
@@ -114,15 +95,9 @@ def check_reshard(reshard_after_forward: bool | int, shard_size: int) -> bool | 
 
 
 def reshard_of(unit: Unit, plan: ShardPlan, reshard_after_forward: bool | int) -> bool | int | None:
-    """Return the argument ``reshard_after_forward`` of `fully_shard` for a unit.
+    """Return the argument ``reshard_after_forward`` of `fully_shard` for a unit, given what `check_reshard` returned.
 
-    Args:
-        unit: a unit of the plan.
-        plan: the plan.
-        reshard_after_forward: as `check_reshard` returns it.
-
-    Returns:
-        True, False or a number of ranks; None for the root unit if the other units are resharded to all ranks.
+    It is None for the root unit if the other units are resharded to all ranks.
     """
     if unit.module is plan.model:
         return _reshard_of_root(reshard_after_forward)
@@ -134,8 +109,7 @@ def reshard_of(unit: Unit, plan: ShardPlan, reshard_after_forward: bool | int) -
 def _outside_inference_mode(_param_group: object, proceed: Callable[[], None]) -> None:
     """Finish an all-gather outside of inference mode; a hook on the call "finish gather".
 
-    FSDP2 allocates the gathered parameters of a unit once, in the first gather, and reuses them. Allocated in inference
-    mode, they could not be used in training.
+    FSDP2 allocates a unit's gathered parameters once: from inference mode, they could not be used in training.
     """
     if not torch.is_inference_mode_enabled():
         return proceed()

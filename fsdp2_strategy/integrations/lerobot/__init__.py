@@ -8,7 +8,7 @@
     windows                time windows around a frame
     prefetch, fetching     threads that fetch episodes before they are needed
 
-These modules need the extra `lerobot`; `layout` and `policy_export` do not.
+These modules need the extra `lerobot`; `layout`, `policies` and `policy_export` do not.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from fsdp2_strategy.integrations.lerobot.dataset import LeRobotDataset as LeRobotDataset
     from fsdp2_strategy.integrations.lerobot.layout import LeRobotLayout as LeRobotLayout
     from fsdp2_strategy.integrations.lerobot.metadata import Metadata as Metadata
+    from fsdp2_strategy.integrations.lerobot.policies import register_policy as register_policy
     from fsdp2_strategy.integrations.lerobot.policy_export import save_policy as save_policy
-    from fsdp2_strategy.sharding.known_policies import register_policy as register_policy
 
 _MODULE_OF = {
     "LeRobotDataset": "dataset",
     "LeRobotLayout": "layout",
     "Metadata": "metadata",
-    "register_policy": "fsdp2_strategy.sharding.known_policies",
+    "register_policy": "policies",
     "save_policy": "policy_export",
 }
 """The module of each public name."""
