@@ -46,11 +46,7 @@ class Recipe:
 def recipe_for(origin: WeightsSource, entries: Mapping[str, Entry]) -> Recipe:
     """Return the region of each tensor of ``origin.model``; read no values.
 
-    A region has the dtype of its tensor in the origin's model. Values are cast to this dtype first, and then to the
-    dtype of the tensor that is filled.
-
-    Raises:
-        CheckpointError: a conversion does not fit the tensors of the files.
+    A region has the dtype of its tensor in the origin's model: values are cast to it first, then to that of the target.
     """
     sources = {name: Region.of(entry, entry.shape, entry.dtype) for name, entry in entries.items()}
     if origin.conversions is None:
@@ -92,15 +88,7 @@ def _converted(origin: WeightsSource, sources: Mapping[str, Region]) -> Recipe:
 
 
 def renames(model: nn.Module, described: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, str]:
-    """Return how transformers renames tensors when it loads them into a model; read no values.
-
-    Args:
-        model: a transformers model, sharded or not.
-        described: shape and dtype of the tensors, by name.
-
-    Returns:
-        The model's names, by the given ones. Tensors that transformers also splits, merges or transposes are left out.
-    """
+    """Map given names to the model's names, without tensors that transformers also splits, merges or transposes."""
     from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
 
     skeleton: Any = meta_skeleton(model)
@@ -120,12 +108,7 @@ def _layout(entry: Entry) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def hub_regions(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, Region]:
-    """Return the regions of a transformers model's tensors in the Hugging Face names and layout; read no values.
-
-    Args:
-        model: meta skeleton of the model; this function sets its weight conversions.
-        tensors: the model's tensors by name, each once; these names are the sources of the regions.
-    """
+    """Return the regions of a transformers model's tensors, in the Hugging Face names and layout; read no values."""
     from transformers import core_model_loading  # noqa: PLC0415
     from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
 

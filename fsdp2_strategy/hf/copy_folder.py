@@ -36,18 +36,7 @@ _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth"}
 
 
 class NewFolder:
-    """A new folder of safetensors files, which a ``with`` block fills; `finish` gives the files their names.
-
-    Args:
-        output: the new folder; it must be missing or empty, or have only what an export that was killed left.
-        described: shape and dtype of each tensor.
-        dtype: dtype of floating-point tensors in the files; by default unchanged.
-        max_bytes: the limit, in bytes of tensors per file; by default 5 GB.
-        metadata: metadata of the headers.
-
-    Raises:
-        CheckpointError: the output is not empty, or another export writes to it.
-    """
+    """A new folder of safetensors files, which a ``with`` block fills; `finish` gives the files their names."""
 
     def __init__(
         self,
@@ -87,15 +76,7 @@ class NewFolder:
         write_all([WriteRequest(self.entries[name], tuple((0, n) for n in t.shape), t) for name, t in tensors.items()])
 
     def finish(self, sidecars: Collection[Path], checksums: Checksums | None = None) -> None:
-        """Copy sidecar files, set the dtype in the configuration, and give all files their names.
-
-        Args:
-            sidecars: the files to copy.
-            checksums: their checksums; None to copy without verification.
-
-        Raises:
-            DamageError: bytes do not match their checksum.
-        """
+        """Copy sidecar files, set the dtype in the configuration, and give all files their names."""
         folder = self._staged.path
         force_to_disk([file.path for file in self._files])
         for path in sidecars:
@@ -119,11 +100,7 @@ def sidecars_in(folder: Path) -> list[Path]:
 
 
 def _configuration(path: Path) -> dict[str, Any]:
-    """Return the content of a ``config.json``; transformers also writes numbers that are not finite.
-
-    Raises:
-        CheckpointError: it is not a JSON object.
-    """
+    """Return the content of a ``config.json``; transformers also writes numbers that are not finite."""
     try:
         config = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -144,20 +121,8 @@ def copy_folder(
 ) -> None:
     """Copy the weights and sidecar files of a folder, without its subfolders; not collective.
 
-    A single weights file stays a single file. Several weights files are split again, by size.
-
-    Args:
-        source: the folder.
-        output: the new folder; it must be missing or empty.
-        dtype: dtype of floating-point tensors in the copy; by default unchanged.
-        checksums: checksums of the source's files; by default nothing is verified.
-        listed: the files that have checksums; others are left out, and a warning names them. By default, all are
-            copied.
-        progress: show the progress; see `Progress`.
-
-    Raises:
-        CheckpointError: the output is not empty, or a file cannot be read.
-        DamageError: bytes do not match their checksum.
+    A single weights file stays a single file; several are split again, by size. Only files in ``listed`` are copied,
+    and a warning names the others; None copies all. Without ``checksums``, nothing is verified.
     """
     weights = sorted(source.glob("model*.safetensors"))
     sidecars = [*sidecars_in(source), *sorted(set(source.glob("*.safetensors")) - set(weights))]
@@ -189,11 +154,7 @@ def copy_folder(
 
 
 def _copy_file(source: Path, target: Path, checksums: Checksums | None) -> None:
-    """Copy a file, and verify the bytes that are copied.
-
-    Raises:
-        DamageError: the file cannot be read, or bytes do not match their checksum.
-    """
+    """Copy a file, and verify the bytes that are copied."""
     if checksums is None:
         shutil.copyfile(source, target)
         return

@@ -123,18 +123,7 @@ def save_with_further_files(
     merge_adapters: bool = True,
     **kwargs: Any,
 ) -> None:
-    """Write a model as `save_model` does, and further files that belong to the same export; collective.
-
-    Args:
-        model: see `save_model`, also for the other arguments and the errors.
-        tokenizer: tokenizer or processor, or None.
-        output_dir: the folder.
-        further: writes the files; None for none.
-        dtype: dtype of floating-point parameters.
-        max_shard_size: maximum size of a file.
-        merge_adapters: write a peft model as its base model.
-        **kwargs: arguments of ``save_pretrained``.
-    """
+    """Write a model as `save_model` does, and with ``further`` more files of the same export; collective."""
     with all_or_none("export", ArgumentError):
         _check_output_dir(tokenizer, output_dir)
     assert output_dir is not None
@@ -164,18 +153,7 @@ def save_all_weights(
     kwargs: Mapping[str, Any],
     further: WriteFiles | None = None,
 ) -> None:
-    """Write all weights of a model as `save_model` does; collective.
-
-    Args:
-        model: see `save_model`, also for the other arguments and the errors.
-        tokenizer: tokenizer or processor, or None.
-        output_dir: the folder.
-        merge: `without_adapters`, or `Merged` to write adapters with the model's own names.
-        dtype: dtype of floating-point parameters.
-        max_shard_size: maximum size of a file.
-        kwargs: arguments of ``save_pretrained``.
-        further: writes further files of the same export; None for none.
-    """
+    """Write a model as `save_model` does; ``merge`` is `without_adapters`, or `Merged` to keep adapters; collective."""
     with all_or_none("export", CheckpointError):
         root = unwrap_model(model)
         check_usable(root)
@@ -218,11 +196,7 @@ def save_all_weights(
 def _regions_that_load(
     skeleton: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, *, hub_names: bool
 ) -> dict[str, Region]:
-    """Return the regions of the files, with Hugging Face names or, if a load would fail, with the model's own names.
-
-    Raises:
-        CheckpointError: a load would fail with both.
-    """
+    """Return the regions of the files, with Hugging Face names or, if a load would fail, with the model's own names."""
     for names_of_hub in (True, False) if hub_names else (False,):
         regions = regions_to_write(skeleton, tensors, dtype, hub_names=names_of_hub)
         if round_trips(skeleton, regions, tensors):
@@ -245,21 +219,8 @@ def save_adapters(
 ) -> None:
     """Write the adapters of a peft model as a folder that ``PeftModel.from_pretrained`` loads; collective.
 
-    The content is bitwise equal to that of peft's ``save_pretrained``: for each adapter its configuration and its
-    tensors, including ``modules_to_save`` and biases. The adapter "default" is written to the folder itself, any other
-    adapter to a subfolder of its name. Every rank writes its own ranges.
-
-    Args:
-        model: sharded or not, or a wrapper.
-        tokenizer: tokenizer or processor to save with the adapters, or None.
-        output_dir: the folder, on a file system that all ranks share; files of an earlier export are replaced.
-        dtype: dtype of floating-point parameters in the files; see `save_model`.
-        further: writes further files of the same export; None for none.
-        **kwargs: push_to_hub and its arguments; see `save_model`.
-
-    Raises:
-        CheckpointError: on every rank: the model contains no peft model or several, it trains parameters other than
-            its adapters, an argument is unknown or not supported for adapters, or a file cannot be written.
+    The content is bitwise equal to that of peft's ``save_pretrained``, including ``modules_to_save`` and biases. The
+    adapter "default" is written to the folder itself, any other adapter to a subfolder of its name.
     """
     with all_or_none("export", CheckpointError):
         root = unwrap_model(model)
@@ -332,11 +293,7 @@ def _write(
 
 
 def _check_output_dir(tokenizer: object, output_dir: object) -> None:
-    """Check that the folder of `save_model` is given, and is a path.
-
-    Raises:
-        ArgumentError: it is not. A path in the place of the tokenizer is left to `check_tokenizer`.
-    """
+    """Check the folder of `save_model`; a path in the place of the tokenizer is left to `check_tokenizer`."""
     is_path_as_tokenizer = isinstance(tokenizer, str | PathLike)
     if output_dir is None and is_path_as_tokenizer:
         raise ArgumentError(
@@ -356,11 +313,7 @@ def _check_output_dir(tokenizer: object, output_dir: object) -> None:
 
 
 def _check_arguments(kwargs: Mapping[str, Any]) -> None:
-    """Check the arguments of ``save_pretrained``.
-
-    Raises:
-        CheckpointError: an argument is unknown, or asks for another format than safetensors.
-    """
+    """Check the arguments of ``save_pretrained``."""
     for name, value in kwargs.items():
         if name not in _KNOWN:
             raise CheckpointError(

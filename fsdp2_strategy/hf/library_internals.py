@@ -105,12 +105,7 @@ def drop_casts_of_embeddings(model: nn.Module) -> None:
 
 
 def wrap_checkpointing(block: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the function with which transformers checkpoints a block, once, if checkpointing is enabled.
-
-    Args:
-        block: a block.
-        wrap: returns the new function for the present one.
-    """
+    """Replace the function with which transformers checkpoints a block by ``wrap(function)``, once, if it has one."""
     present = getattr(block, "_gradient_checkpointing_func", None)
     if present is not None and not getattr(present, "is_wrapped", False):
         new: Any = wrap(present)

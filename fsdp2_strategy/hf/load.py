@@ -87,9 +87,7 @@ def load_weights(model: nn.Module, path: str | Path | None = None, *, strict: bo
 def load_pretrained(model: nn.Module) -> LoadReport:
     """Load the weights of a model that was built under `init_on_meta`, as ``from_pretrained`` would; collective.
 
-    If the files lack the tensors of a head, a pooler or another module outside of the layers, these tensors are
-    initialised and named in the log. If the files lack a layer of the base model, or a part of a layer, an error is
-    raised.
+    Tensors of a head, a pooler or another module outside of the layers may be missing: they are initialised and logged.
     """
     return _load(model, None, allowed_missing="heads", advice=PREPARE_MODEL)
 
@@ -212,19 +210,7 @@ def _is_in_module_without_values(reference: PlainTensor, root: nn.Module) -> boo
 def _plain_tensors(
     name: str, references: Sequence[list[PlainTensor]], targets: Sequence[Target]
 ) -> tuple[list[tuple[PlainTensor, Target]], list[PlainWithoutValues]]:
-    """Return what to do with the plain meta tensors of a model; see [Note: plain tensors].
-
-    Args:
-        name: the name of the model.
-        references: for each plain tensor, all references to it.
-        targets: the parameters and buffers of the model.
-
-    Returns:
-        References that are other names of parameters and buffers, and plain tensors to compute.
-
-    Raises:
-        CheckpointError: the values of a plain tensor cannot be computed.
-    """
+    """Return plain meta tensors that are registered tensors, and those to compute; see [Note: plain tensors]."""
     registered = {id(target.tensor): target for target in targets}
     # Sharding has replaced the parameters, but not other references to the tensors that they were.
     before = {
@@ -273,11 +259,7 @@ def _empty(target: Target) -> TensorWithoutValues:
 
 
 def _check_unchanged(targets: Sequence[Target]) -> None:
-    """Raise if a tensor whose values are in files was changed on meta: the load would silently undo the change.
-
-    Raises:
-        CheckpointError: a tensor was changed; the message names the tensor.
-    """
+    """Raise if a tensor whose values are in files was changed on meta: the load would silently undo the change."""
     for target in targets:
         recorded = [recorded_tensor(module, key) for module, key in target.registrations]
         if target.regions and any(r is not None and r.changed_since_init and not r.copied_from for r in recorded):
@@ -290,10 +272,7 @@ def _check_unchanged(targets: Sequence[Target]) -> None:
 def _check_replaced(
     root: nn.Module, targets: Sequence[Target], known: Mapping[nn.Module, tuple[WeightsSource, str]]
 ) -> None:
-    """Raise if a tensor that has taken the place of a pretrained one was made on meta after the block.
-
-    It may be a copy of a tensor that had no values, of which nothing is recorded.
-    """
+    """Raise if a tensor in the place of a pretrained one was made on meta after the block: it may be a lost copy."""
     paths = {module: path for path, module in root.named_modules()}
     for target in targets:
         if target.origin is not None or target.regions or not is_uninitialised(target.tensor):

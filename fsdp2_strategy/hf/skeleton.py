@@ -25,12 +25,7 @@ _LEFT_OUT = (ATTACHED, "__deepcopy__", *ATTRIBUTES_OF_FSDP, *ATTRIBUTES_OF_AN_IN
 
 
 def meta_skeleton(model: nn.Module, replacement_of: Callable[[torch.Tensor], torch.Tensor] | None = None) -> nn.Module:
-    """Copy a module tree, and replace all parameters and buffers; tied tensors stay tied; not collective.
-
-    Args:
-        model: any module.
-        replacement_of: returns the replacement for a parameter or buffer; by default a meta tensor of its global shape.
-    """
+    """Copy a module tree, and replace each tensor, by default by a meta tensor of its global shape; keep ties."""
     tensors: dict[int, torch.Tensor] = {}
 
     def tensor(original: torch.Tensor | None) -> torch.Tensor | None:
@@ -78,10 +73,7 @@ def _copy_tree(
 
 
 def _is_copied(name: str, value: object, cls: type[nn.Module]) -> bool:
-    """Return whether an attribute is copied.
-
-    A callable that shadows a method is not copied, because it may be bound to the original.
-    """
+    """Return whether an attribute is copied; a callable that shadows a method may be bound to the original."""
     shadows = callable(value) and callable(getattr(cls, name, None))
     return not (name in _LEFT_OUT or name.startswith(STATE_OF_FSDP) or shadows)
 

@@ -80,9 +80,6 @@ def open_folder(
         has_model_names: whether the files use the model's own names, including adapters, instead of Hugging Face names.
         has_adapters: whether the files contain the model's adapters in addition to the weights of the base model.
         belongs: whether a file in the folder belongs to it, and was not put there by others.
-
-    Raises:
-        CheckpointError: the folder does not exist, it contains no weights, or its index is invalid.
     """
     path = Path(path).expanduser()
     chosen = path
@@ -126,11 +123,7 @@ def folder_of(model: nn.Module) -> Path | None:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Read an index, and return the file name of each tensor.
-
-    Raises:
-        CheckpointError: the file cannot be read or is not an index.
-    """
+    """Read an index, and return the file name of each tensor."""
     try:
         index = parse_json(read_file(path, INDEX_BYTES, follow_link=True), _INDEX)
     except (OSError, InvalidError) as error:
@@ -149,11 +142,7 @@ _INDEX = record({"weight_map": mapping(tensor_name, _plain_name)})
 
 
 def read_headers(origin: WeightsSource) -> tuple[WeightsSource, dict[str, Entry]]:
-    """Return the origin and the location of each tensor. Drop the conversions if a header is marked with `OWN_NAMES`.
-
-    Raises:
-        CheckpointError: a file is missing or invalid, or the index does not match the files.
-    """
+    """Return the location of each tensor, and the origin: without conversions if files are marked `OWN_NAMES`."""
     index = read_index(origin.index) if origin.index else {}
     if missing := sorted(set(index.values()) - {file.name for file in origin.files}):
         raise CheckpointError(

@@ -37,10 +37,7 @@ from fsdp2_strategy.optim.step_sums import MicroBatchSums
 
 @dataclass
 class LossScale:
-    """Dynamic loss scale, which keeps float16 gradients from underflowing.
-
-    It doubles after ``interval`` successive steps with finite gradients, and halves (down to 1) after a step without.
-    """
+    """Loss scale for float16: doubles after ``interval`` successive finite steps, halves after any other step."""
 
     value: float = 2.0**16
     interval: int = 2000
@@ -49,11 +46,7 @@ class LossScale:
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> LossScale:
-        """Return the scale that a checkpoint has, in the form of ``asdict``.
-
-        Raises:
-            CheckpointError: the values are not those of a scale.
-        """
+        """Return the scale that a checkpoint has, in the form of ``asdict``."""
         value, counts = saved.get("value"), [saved.get("interval"), saved.get("good_steps")]
         is_scale = type(value) in (int, float) and value is not None and 0 < value < math.inf
         if saved.keys() != {"value", "interval", "good_steps"} or not is_scale or not _are_counts(counts):
@@ -171,12 +164,7 @@ class Accumulation:
             self.backward_passes += 1
 
     def end_micro_batch(self, rule: AccumulationRule, count: int, name: str) -> bool:
-        """Count a call of ``optimizer_step`` for the model ``name``, and return whether it must step.
-
-        Raises:
-            StepError: there was no backward pass since the last call; or, with the rule "auto", it is unknown whether
-                the backward passes are micro-batches, or losses of one.
-        """
+        """Count a call of ``optimizer_step``, and return whether it must step; raise if that cannot be known."""
         size = self.size(rule, count)
         if not self._ends_with_backward(rule):
             if not self.backward_passes:

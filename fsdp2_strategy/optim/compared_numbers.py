@@ -24,13 +24,7 @@ _DIGITS = 9
 
 
 def numbers_of_step(own: Accumulation, optimizer: Optimizer | None, max_norm: float) -> dict[str, object]:
-    """Return the numbers that must be equal on all ranks in an optimizer step, by their names; not collective.
-
-    Args:
-        own: the accumulation state of the model.
-        optimizer: the optimizer of the step; None if it is not known yet.
-        max_norm: norm to clip to.
-    """
+    """Return the numbers that must be equal on all ranks in an optimizer step, by their names; not collective."""
     numbers: dict[str, object] = {
         "max_norm": _rounded(max_norm),
         "num_items_in_batch": own.sums.passed_items,
@@ -44,15 +38,7 @@ def numbers_of_step(own: Accumulation, optimizer: Optimizer | None, max_norm: fl
 
 
 def check_equal_numbers(sums: Sequence[float], numbers: Mapping[str, object]) -> None:
-    """Raise on every rank if the numbers of a step differ between ranks; collective only in that case.
-
-    Args:
-        sums: the sums over all ranks of ``digest_numbers(numbers)``.
-        numbers: this rank's numbers.
-
-    Raises:
-        StepError: they differ. The message names the first of them, with the value of each rank.
-    """
+    """Raise on every rank if the sums of `digest_of` show that numbers differ; collective only in that case."""
     if is_equal(sums, world_size()):
         return
     of_ranks: list[Mapping[str, object]] = [numbers] * world_size()

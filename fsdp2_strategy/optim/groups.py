@@ -162,11 +162,7 @@ def _check_patterns(name: str, patterns: object) -> None:
 
 
 def _checked_groups(param_groups: Any) -> list[dict[str, Any]]:
-    """Return the parameter groups as dictionaries with lists of patterns and parameters.
-
-    Raises:
-        OptimizerError: they are not mappings with "params", or have hyper-parameters that are not numbers.
-    """
+    """Return the parameter groups as dictionaries with lists of patterns and parameters."""
     if param_groups is None:
         return []
     given = param_groups if isinstance(param_groups, list | tuple) else None
@@ -283,11 +279,7 @@ def _split_group(group: dict[str, Any], trainable: dict[str, nn.Parameter], exem
 
 
 def split_groups(optimizer: Optimizer) -> None:
-    """Split the groups of an optimizer without state by dtype and mesh, and name those without a name; not collective.
-
-    Raises:
-        OptimizerError: the class of the optimizer does not support sharded parameters.
-    """
+    """Split the groups of an optimizer without state by dtype and mesh, and name those without a name."""
     if isinstance(optimizer, _NO_DTENSOR):
         raise _no_dtensor(type(optimizer))
     groups = []

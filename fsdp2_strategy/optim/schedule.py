@@ -106,11 +106,7 @@ def _check_is_optimizer(optimizer: object) -> None:
 
 
 def check_schedule_name(name: str) -> None:
-    """Raise if a schedule name is unknown; not collective.
-
-    Raises:
-        OptimizerError: the name is unknown. The error lists the known names.
-    """
+    """Raise if a schedule name is unknown; not collective."""
     from transformers import SchedulerType  # noqa: PLC0415  as above
 
     known = [kind.value for kind in SchedulerType if kind.value not in _NEED_METRICS]
@@ -131,14 +127,7 @@ def check_schedule_name(name: str) -> None:
 def check_schedule_of(
     scheduler: LRScheduler | None, optimizer: Optimizer | None, action: str, error: type[FSDP2StrategyError]
 ) -> None:
-    """Raise if a schedule sets the learning rates of another optimizer, or if one of them is none; not collective.
-
-    Args:
-        scheduler: a schedule; None is accepted.
-        optimizer: the optimizer that it is used with; None is accepted.
-        action: the operation that fails, for the message.
-        error: class of the error.
-    """
+    """Raise if a schedule sets the learning rates of another optimizer, or if one of them is none; not collective."""
     if optimizer is not None and not hasattr(optimizer, "param_groups"):
         raise error(
             f"cannot {action}: the optimizer is a {type(optimizer).__name__}, expected a torch optimizer. Check the "
@@ -169,11 +158,7 @@ def drives(scheduler: LRScheduler, optimizer: Optimizer) -> bool:
 
 
 def check_steps_without_metric(scheduler: LRScheduler) -> None:
-    """Raise if a schedule cannot be stepped with the optimizer, because its steps need a metric; not collective.
-
-    Raises:
-        StepError: the ``step`` of the schedule has required arguments.
-    """
+    """Raise if a schedule cannot be stepped with the optimizer, because its steps need a metric; not collective."""
     required = [
         name
         for name, parameter in inspect.signature(scheduler.step).parameters.items()

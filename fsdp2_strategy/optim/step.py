@@ -287,11 +287,7 @@ def _warn_of_equal_losses(own: Accumulation, name: str, *, has_equal_losses: boo
 
 
 def _check_schedule(scheduler: LRScheduler, optimizer: Optimizer, own: Accumulation, name: str) -> None:
-    """Raise if a schedule does not fit to a step; log a warning once if the program has stepped it, too.
-
-    Raises:
-        StepError: it sets the learning rates of another optimizer, or its steps need a metric.
-    """
+    """Raise if a schedule does not fit to a step; log a warning once if the program has stepped it, too."""
     if isinstance(scheduler, Optimizer | nn.Module) or not callable(getattr(scheduler, "step", None)):
         raise StepError(
             f"cannot step {name!r}: the schedule is {_described(scheduler)}, expected a learning-rate schedule. Check "
@@ -382,13 +378,7 @@ def _number_of_items(given: Any) -> float:
 
 
 def _loss_factor(size: int | None, items: float | None, ranks: int) -> float:
-    """Return the factor for the loss of a micro-batch; see [Note: gradient scale].
-
-    Args:
-        size: number of micro-batches by which the loss is divided; None for 1.
-        items: ``num_items_in_batch``.
-        ranks: number of ranks over which FSDP2 averages gradients.
-    """
+    """Return the factor for the loss of a micro-batch; see [Note: gradient scale]."""
     if items is None:
         return 1 / (size or 1)
     if not 0 < items < math.inf:
@@ -552,13 +542,7 @@ def _reduce(
     *,
     numbers: Mapping[str, object],
 ) -> ReducedStep:
-    """Exchange what the ranks must know for an optimizer step; collective.
-
-    Raises:
-        StepError: on every rank, a rank has deferred an error, ``num_items`` was passed on some ranks only, or
-            ``numbers`` differ between ranks, or buffers have changed that have other names or dtypes on other ranks, or
-            the ranks have run different units.
-    """
+    """Exchange what the ranks must know for an optimizer step; raise on every rank if they differ; collective."""
     if (swapped := swapped_error(root, "step")) is not None:
         defer_error(swapped)
     is_changed, buffers = changed_buffers(root) if sync_buffers != "off" else (False, digest_numbers(None))
@@ -600,20 +584,7 @@ def _split(numbers: Sequence[float], ends: Iterable[int]) -> Iterator[list[float
 
 @collective
 def clip_for_step(model: nn.Module, max_norm: float, *, sync_buffers: SyncBuffers = "broadcast") -> float:
-    """Clip the gradients of the coming optimizer step, whose all-reduce this call makes; collective.
-
-    Args:
-        model: the model, or its wrapper.
-        max_norm: largest global norm that is not scaled down; 0 disables clipping.
-        sync_buffers: as for `optimizer_step`.
-
-    Returns:
-        The global norm before clipping, equal on all ranks.
-
-    Raises:
-        OffloadError: the model is offloaded.
-        StepError: on every rank, a rank has deferred an error.
-    """
+    """Clip the gradients of the coming optimizer step, by its all-reduce, and return their norm; collective."""
     root = unwrap_model(model)
     check_number("clip gradients", "max_norm", max_norm, StepError, minimum=0)
     _check_prepared(root, "clip gradients")
@@ -648,10 +619,7 @@ def _raise_on_direct_step(optimizer: Optimizer, *_: object) -> None:
 
 @torch.no_grad()
 def _sum_over_ranks(grads: list[torch.Tensor], *values: float | torch.Tensor) -> tuple[float, list[float]]:
-    """Return the sum of squares of all gradients, and the sum of each value over all ranks.
-
-    Collective, with one all-reduce and one host synchronisation.
-    """
+    """Return the sums of squared gradients and of values over ranks: one all-reduce, one host synchronisation."""
     grouped: dict[tuple[torch.device, torch.dtype, int], list[torch.Tensor]] = defaultdict(list)
     for grad in grads:
         local = local_of(grad)

@@ -52,14 +52,7 @@ class MicroBatchSums:
         *,
         copies: int = 1,
     ) -> None:
-        """Add one micro-batch; not collective, and does not synchronise with the device.
-
-        Args:
-            loss: its loss.
-            factor: the factor that the loss is multiplied by.
-            num_tokens, items, num_items: the numbers that `backward` got.
-            copies: number of ranks that share its sequences, and have all computed this loss and these numbers.
-        """
+        """Add one micro-batch that ``copies`` ranks have computed; does not synchronise with the device."""
         is_summed = items is not None or num_items is not None
         loss = loss.detach().reshape(()).double() * (factor / copies if is_summed else factor)
         self.loss = loss if self.loss is None else self.loss + loss
@@ -94,14 +87,9 @@ class MicroBatchSums:
 
     @staticmethod
     def totals(sums: Sequence[float], ranks: int, copies: int = 1) -> tuple[float, int | None, float]:
-        """Return loss and tokens of the step, from the sums of `values` over ``ranks`` ranks.
+        """Return the loss, tokens and gradient divisor of the step; see [Note: gradient scale] in `optim.step`.
 
-        Each batch was computed by ``copies`` ranks, which share layers.
-
-        Also return the number by which the gradients must be divided; see [Note: gradient scale] in `optim.step`.
-
-        Raises:
-            StepError: ``num_items`` was given on some ranks only, or the sum is 0.
+        ``sums`` are those of `values` over ``ranks`` ranks; ``copies`` ranks, which share layers, computed each batch.
         """
         loss, tokens, ranks_with_tokens, items, ranks_with_items, own_items, ranks_with_own_items, _ = sums
         divisor = 1.0
@@ -137,15 +125,7 @@ def _plus(
 
 
 def checked_tokens(num_tokens: Any, name: str = "num_tokens") -> int | torch.Tensor | None:
-    """Return a number of tokens as an int, or a tensor unchanged: reading its value would synchronise with the device.
-
-    Args:
-        num_tokens: the number.
-        name: name of the argument, for the message.
-
-    Raises:
-        StepError: it is not an integer of at least 0 or a tensor of one element.
-    """
+    """Return a number of tokens as an int, or a tensor unchanged: reading its value would synchronise."""
     if num_tokens is None:
         return None
     if isinstance(num_tokens, torch.Tensor):

@@ -52,10 +52,7 @@ def init_on_meta() -> Iterator[None]:
 
 
 def _patches(recording: Recording) -> list[tuple[Any, str, Any]]:
-    """Return patches for init_weights, and for the steps of from_pretrained that place, read or initialise tensors.
-
-    The patched init_weights calls the original, and then records that transformers has initialised the model.
-    """
+    """Return patches for init_weights, and for the steps of from_pretrained that place, read or initialise tensors."""
     from transformers import modeling_utils  # noqa: PLC0415
 
     def no_device_map(device_map: Any) -> None:

@@ -93,14 +93,7 @@ def initialize(
 ) -> list[str]:
     """Initialise tensors with the values that they would have if their modules were built with memory; collective.
 
-    Args:
-        model: the model, whose tensors have memory.
-        empty: the tensors to fill.
-        device: the device on which values are drawn.
-        plain: the plain tensors to exchange.
-
-    Returns:
-        The names of the tensors that nothing initialises.
+    Return the names of the tensors that nothing initialises.
     """
     # Init functions may read plain tensors, so those that draw nothing are computed first.
     lost = _compute_plain([each for each in plain if not each.draws], device)
@@ -172,11 +165,7 @@ def _run_init_weights(model: nn.Module, empty: Sequence[TensorWithoutValues], de
 def _replay(
     empty: Sequence[TensorWithoutValues], plain: Sequence[PlainWithoutValues], device: torch.device
 ) -> tuple[set[int], list[str]]:
-    """Replay the operations that were recorded for tensors.
-
-    Returns:
-        The ids of the tensors that get values, and the names of plain tensors that get none.
-    """
+    """Replay recorded operations; return ids of tensors that get values, and names of plain tensors that get none."""
     filled: set[int] = set()
     values: list[tuple[list[PlainTensor], torch.Tensor]] = []
     both: list[TensorWithoutValues | PlainWithoutValues] = [*empty, *plain]

@@ -70,12 +70,7 @@ class PlainTensor:
 
 
 def plain_tensors(modules: Mapping[nn.Module, str], registered: Set[int]) -> Iterator[PlainTensor]:
-    """Yield the plain meta tensors of modules, once for each reference.
-
-    Args:
-        modules: the modules and their names.
-        registered: the ids of all modules that are registered in the same model, which are not entered from others.
-    """
+    """Yield the plain meta tensors of modules, once per reference; do not enter other modules that are registered."""
     for module, name in modules.items():
         for value, path, holder, key, owner in _references(module, registered):
             if isinstance(value, torch.Tensor) and value.is_meta and not _is_placeholder(value):
@@ -181,14 +176,7 @@ def references_by_tensor(root: nn.Module) -> list[list[PlainTensor]]:
 
 
 def exchange(plain: Sequence[tuple[list[PlainTensor], torch.Tensor]]) -> list[str]:
-    """Replace plain tensors by tensors with values; not collective.
-
-    Args:
-        plain: pairs of all references to a tensor, and its values.
-
-    Returns:
-        The names of the tensors that cannot be replaced.
-    """
+    """Replace each plain tensor by one with the given values; return the names of those that cannot be replaced."""
     waiting = [(references, _like(references[0].tensor, values)) for references, values in plain]
     while waiting:
         # A view refers to the tensor that it was made from, so that one can be exchanged after its views.

@@ -194,12 +194,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._last_change |= dict.fromkeys(operation.changes, len(self.operations))
 
     def mark_initialized(self, model: nn.Module, origin: WeightsSource | None = None) -> None:
-        """Record that transformers has initialised a model, so that later changes of its tensors are detected.
-
-        Args:
-            model: a model on meta.
-            origin: the files that contain the values of its parameters and persistent buffers; None if none do.
-        """
+        """Record that transformers has initialised a model, and that ``origin`` has the values of its state dict."""
         # Only recorded storages, because the operations keep them alive. The addresses of other storages may be reused.
         known = self.changed_since_init.keys()
         self.changed_since_init |= dict.fromkeys(known & _storages_of([*model.parameters(), *model.buffers()]), False)
@@ -343,12 +338,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def replay(self, wanted: Mapping[int, Callable[[torch.Tensor], None]], device: torch.device) -> None:
-        """Run the operations that the wanted storages depend on; skip storages whose values cannot be computed.
-
-        Args:
-            wanted: for each storage, a function that receives the values of the storage as a flat tensor of bytes.
-            device: the device on which values are computed.
-        """
+        """Pass the bytes of each wanted storage whose values can be computed to its function."""
         operations, computed = self._needed_for(set(wanted), files=self.in_files.keys() - set(wanted))
         self._run(operations, {s: store for s, store in wanted.items() if s in computed}, device)
 
@@ -382,8 +372,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _needed_for(self, wanted: set[int], files: Set[int]) -> tuple[list[_Operation], set[int]]:
         """Return the operations to replay for the wanted storages, and the storages that get values.
 
-        The values of the storages ``files`` are in files, and are not computed. A storage gets no values if one of its
-        operations cannot run, or if all of them only allocate memory.
+        A storage gets none if it is in ``files``, if one of its operations cannot run, or if all only allocate memory.
         """
         needed, operations = set(wanted), []
         for operation in reversed(self.operations):
@@ -406,10 +395,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return possible, computable & with_values
 
     def digest(self, wanted: set[int]) -> str:
-        """Return a hash of the operations that the wanted storages depend on, and of their constant arguments.
-
-        A seed is part of it if random numbers are drawn after it.
-        """
+        """Return a hash of the operations that the wanted storages depend on, and of the seeds of those that draw."""
         numbers: dict[int, int] = {}
 
         def described(value: Any) -> Any:
@@ -438,8 +424,7 @@ class _Constants(TorchFunctionMode):
     """Run functions that the recording does not see, because they raise or copy before any operation runs.
 
     Tensors from Python numbers are created on the CPU, then copied to meta; the recorded copy keeps the CPU tensor.
-    NumPy arrays and ``.data`` get the values of meta tensors. Functions that only accept tensors of one device run on
-    meta. See [Note: values on meta].
+    Functions that only accept tensors of one device run on meta. See [Note: values on meta].
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -581,11 +566,7 @@ _recording_threads: set[int] = set()
 
 @contextmanager
 def record() -> Iterator[Recording]:
-    """Build modules on meta inside this block, and record the operations on their tensors.
-
-    Raises:
-        CheckpointError: another recording is active, or the block changes a tensor that was built in an earlier block.
-    """
+    """Build modules on meta inside this block, and record the operations on their tensors."""
     if not _recording_lock.acquire(blocking=False):
         raise CheckpointError(
             "cannot build on meta: another thread is in an init_on_meta block, expected one at a time. Build the "
@@ -618,10 +599,9 @@ def is_recording() -> bool:
 
 
 def _patches(recording: Recording, built: WeakSet[nn.Module]) -> Iterator[tuple[Any, str, Any]]:
-    """Yield patches for functions that no mode intercepts: seeding, construction, and some init functions.
+    """Yield patches for what no mode intercepts: seeding, construction, and init functions that do nothing on meta.
 
-    Without a patch, these init functions have no effect on meta. They are patched in all Python modules that imported
-    them by name.
+    These init functions are patched in all Python modules that imported them by name.
     """
     for function in (recording.manual_seed, recording.get_rng_state, recording.set_rng_state):
         yield torch, function.__name__, function
@@ -645,10 +625,7 @@ def _collecting(construct: Callable[..., None], built: WeakSet[nn.Module]) -> Ca
 
 
 def _attach(recording: Recording, module: nn.Module) -> None:
-    """Attach a module's recorded tensors to it.
-
-    A tensor that this recording did not change keeps the `RecordedTensor` of an earlier recording.
-    """
+    """Attach a module's recorded tensors to it; unchanged ones keep the `RecordedTensor` of an earlier recording."""
     earlier = attached(module, _RECORDED) or {}
     recorded = dict(earlier)
     for name, tensor in {**module._parameters, **module._buffers}.items():

@@ -44,15 +44,7 @@ class AdapterFiles:
 
     @classmethod
     def of(cls, root: nn.Module) -> tuple[Self, dict[str, torch.Tensor]]:
-        """Return the adapter files of the only peft model within a module; collective.
-
-        Returns:
-            The contents of the files, and the tensors of the peft model by name.
-
-        Raises:
-            CheckpointError: there is no peft model, or several; or parameters outside of the files are trainable, too.
-                All ranks raise.
-        """
+        """Return the adapter files of the only peft model within a module, and its tensors by name; collective."""
         with all_or_none("export adapters", CheckpointError):
             adapted = _adapted_model(root)
             tensors = adapted.state_dict(keep_vars=True)
@@ -82,11 +74,7 @@ class AdapterFiles:
 
 
 def _adapted_model(root: nn.Module) -> nn.Module:
-    """Return the only peft model within a module: a PeftModel, or a model into which peft injected adapters.
-
-    Raises:
-        CheckpointError: there is none, or there are several.
-    """
+    """Return the only peft model within a module: a PeftModel, or a model into which peft injected adapters."""
     found: list[nn.Module] = []
     if has_adapters(root):
         from peft import PeftMixedModel, PeftModel  # noqa: PLC0415
@@ -104,11 +92,7 @@ def _adapted_model(root: nn.Module) -> nn.Module:
 
 
 def _names_in_files(skeleton: Any) -> dict[str, dict[str, str]]:
-    """Map, for each adapter, the names in its file to the model's own names; not collective.
-
-    Args:
-        skeleton: meta skeleton of the model.
-    """
+    """Map, for each adapter, the names in its file to the model's own names; not collective."""
     from peft import PeftModel, get_peft_model_state_dict  # noqa: PLC0415
 
     for module in skeleton.modules():
@@ -131,11 +115,7 @@ def _names_in_files(skeleton: Any) -> dict[str, dict[str, str]]:
 
 
 def _check_complete(root: nn.Module, held: Sequence[torch.Tensor]) -> None:
-    """Raise if a trainable parameter is not among the tensors of the files.
-
-    Raises:
-        CheckpointError: the message names the parameters.
-    """
+    """Raise if a trainable parameter is not among the tensors of the files."""
     there = {id(tensor) for tensor in held}
     if lost := [clean(n) for n, p in root.named_parameters() if p.requires_grad and id(p) not in there]:
         raise CheckpointError(

@@ -23,11 +23,7 @@ _REFUSED = {
 
 
 def check_trainable_adapters(model: nn.Module) -> None:
-    """Raise if a model has adapters of a method that cannot be trained when it is sharded; not collective.
-
-    Raises:
-        ShardError: the message names the method.
-    """
+    """Raise if a model has adapters of a method that cannot be trained when it is sharded; not collective."""
     for name, kind in _methods_of(model):
         if kind in _REFUSED:
             raise ShardError(
@@ -37,11 +33,7 @@ def check_trainable_adapters(model: nn.Module) -> None:
 
 
 def check_exportable_prompts(model: nn.Module) -> None:
-    """Raise if a model learns prompts that peft computes from other weights, so that its files lack these weights.
-
-    Raises:
-        CheckpointError: the message names the method.
-    """
+    """Raise if a model learns prompts that peft computes from other weights, so that its files lack these weights."""
     for module in model.modules():
         for adapter, encoder in _prompt_encoders(module):
             if not is_lookup(encoder):
