@@ -24,12 +24,7 @@ from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import current_device
 from fsdp2_strategy.errors import CheckpointError, counted, some
 from fsdp2_strategy.hf.load_plan import LoadReport, Target, check_ties, match_tensors, tensor_at
-from fsdp2_strategy.hf.meta.initialize import (
-    PlainWithoutValues,
-    TensorWithoutValues,
-    initialize,
-    recording_digests,
-)
+from fsdp2_strategy.hf.meta.initialize import PlainWithoutValues, TensorWithoutValues, initialize, recording_digests
 from fsdp2_strategy.hf.meta.plain_tensors import PlainTensor, references_by_tensor
 from fsdp2_strategy.hf.meta.recorded_init import (
     forget,

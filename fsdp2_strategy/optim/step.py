@@ -39,13 +39,7 @@ from fsdp2_strategy.distributed.agreement import defer_error, has_deferred_error
 from fsdp2_strategy.distributed.equal_values import digest_numbers, is_equal
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
-from fsdp2_strategy.distributed.process_group import (
-    control_device,
-    current_device,
-    data_size,
-    group_in_use,
-    world_size,
-)
+from fsdp2_strategy.distributed.process_group import control_device, current_device, data_size, group_in_use, world_size
 from fsdp2_strategy.distributed.same_batch import check_losses_of_groups
 from fsdp2_strategy.distributed.torch_internals import local_of
 from fsdp2_strategy.distributed.unit_log import current_log

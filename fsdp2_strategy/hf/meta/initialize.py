@@ -27,12 +27,7 @@ import torch
 from torch import nn
 
 from fsdp2_strategy.distributed.agreement import all_or_none, from_rank_0
-from fsdp2_strategy.distributed.torch_internals import (
-    local_of,
-    tree_map,
-    without_torch_function,
-    wrapper_subclass,
-)
+from fsdp2_strategy.distributed.torch_internals import local_of, tree_map, without_torch_function, wrapper_subclass
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.library_internals import mark_initialized, replace_initialization
 from fsdp2_strategy.hf.meta.plain_tensors import PlainTensor, exchange
