@@ -19,7 +19,7 @@ would change the batch size silently, so this is an error. It names the two ways
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
@@ -49,7 +49,8 @@ class LossScale:
         """Return the scale that a checkpoint has, in the form of ``asdict``."""
         value, counts = saved.get("value"), [saved.get("interval"), saved.get("good_steps")]
         is_scale = type(value) in (int, float) and value is not None and 0 < value < math.inf
-        if saved.keys() != {"value", "interval", "good_steps"} or not is_scale or not _are_counts(counts):
+        are_counts = all(type(count) is int and 0 <= count < 1 << 62 for count in counts)
+        if saved.keys() != {"value", "interval", "good_steps"} or not is_scale or not are_counts:
             raise CheckpointError(
                 f"cannot restore the loss scale: it is {shown(saved)}, expected value, interval and good_steps. Load "
                 "another checkpoint."
@@ -63,10 +64,6 @@ class LossScale:
             self.value = max(self.value / 2, 1.0)
         elif self.good_steps == self.interval:
             self.value, self.good_steps = self.value * 2, 0
-
-
-def _are_counts(values: Sequence[object]) -> bool:
-    return all(type(value) is int and 0 <= value < 1 << 62 for value in values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +119,11 @@ class Accumulation:
     """What ranks have exchanged for the coming step, if gradients were clipped since the last backward pass."""
 
     @property
+    def loss_scale(self) -> float:
+        """The factor that the loss scale adds to the loss; 1 without one."""
+        return self.scale.value if self.scale else 1.0
+
+    @property
     def is_pending(self) -> bool:
         """Whether there were backward passes since the last optimizer step."""
         return bool(self.micro_batches or self.backward_passes)
@@ -171,7 +173,13 @@ class Accumulation:
                 since = "the last call of optimizer_step" if self.micro_batches else "its last step"
                 raise _no_backward(name, since)
             if rule == "auto" and count > 1 and not self.micro_batches and self.backward_passes % count == 0:
-                raise _ambiguous(name, self.backward_passes, count)
+                passes = self.backward_passes
+                raise StepError(
+                    f"cannot step {name!r}: backward was called {passes} times before optimizer_step, and a step has "
+                    f"{count} micro-batches: these may be {passes} micro-batches, or {passes} losses of one, expected "
+                    f"to know which. For micro-batches, put the loop into 'with strategy.accumulate({passes}):', or "
+                    "set accumulation='backward'. For losses, set accumulation='optimizer_step'."
+                )
             if self.is_last(rule, count):
                 return True  # counted by `reset` after the step, so that a step that fails can be called again
             self.micro_batches, self.backward_passes = self.micro_batches + 1, 0
@@ -188,15 +196,6 @@ def _no_backward(name: str, since: str) -> StepError:
     return StepError(
         f"cannot step {name!r}: no backward pass since {since}, expected at least one. Call "
         "strategy.backward(loss, model, optimizer) instead of loss.backward()."
-    )
-
-
-def _ambiguous(name: str, passes: int, count: int) -> StepError:
-    return StepError(
-        f"cannot step {name!r}: backward was called {passes} times before optimizer_step, and a step has {count} "
-        f"micro-batches: these may be {passes} micro-batches, or {passes} losses of one, expected to know which. For "
-        f"micro-batches, put the loop into 'with strategy.accumulate({passes}):', or set accumulation='backward'. For "
-        "losses, set accumulation='optimizer_step'."
     )
 
 
