@@ -25,7 +25,7 @@ from torch import nn
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.library_internals import adjust_load_report, optional_name_patterns, set_conversions
 from fsdp2_strategy.hf.skeleton import meta_skeleton
-from fsdp2_strategy.hf.weights_folder import WeightsSource
+from fsdp2_strategy.hf.weights_folder import WeightsSource, source_of_weights
 from fsdp2_strategy.model.boxes import row_major
 from fsdp2_strategy.model.names import clean
 from fsdp2_strategy.storage.regions import Region
@@ -89,22 +89,16 @@ def _converted(origin: WeightsSource, sources: Mapping[str, Region]) -> Recipe:
 
 def renames(model: nn.Module, described: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, str]:
     """Map given names to the model's names, without tensors that transformers also splits, merges or transposes."""
-    from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
-
-    skeleton: Any = meta_skeleton(model)
-    origin = WeightsSource(model=skeleton, files=(), conversions=get_model_conversion_mapping(skeleton))
+    origin = source_of_weights(meta_skeleton(model))
     entries = {name: Entry(name, Path(), 0, dtype, shape) for name, (shape, dtype) in described.items()}
     found = {}
     for name, region in recipe_for(origin, entries).regions.items():
         piece = region.only_piece
-        if piece and isinstance(piece.source, Entry) and (piece.shape, piece.strides) == _layout(piece.source):
+        if piece is None or not isinstance(piece.source, Entry):
+            continue
+        if (piece.shape, piece.strides) == (piece.source.shape, row_major(piece.source.shape)):
             found[piece.source.name] = name
     return found
-
-
-def _layout(entry: Entry) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape and the strides of a stored tensor."""
-    return entry.shape, row_major(entry.shape)
 
 
 def hub_regions(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, Region]:

@@ -98,16 +98,8 @@ def save_model(
             is running. An earlier export stays intact until all new files are on disk; then all of its files are
             replaced at once.
     """
-    save_with_further_files(
-        model,
-        tokenizer,
-        output_dir,
-        None,
-        dtype=dtype,
-        max_shard_size=max_shard_size,
-        merge_adapters=merge_adapters,
-        **kwargs,
-    )
+    options = {"dtype": dtype, "max_shard_size": max_shard_size, "merge_adapters": merge_adapters}
+    save_with_further_files(model, tokenizer, output_dir, None, **options, **kwargs)
 
 
 @collective
@@ -118,7 +110,6 @@ def save_with_further_files(
     output_dir: str | Path | None,
     further: WriteFiles | None,
     *,
-    dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     merge_adapters: bool = True,
     **kwargs: Any,
@@ -127,19 +118,11 @@ def save_with_further_files(
     with all_or_none("export", ArgumentError):
         _check_output_dir(tokenizer, output_dir)
     assert output_dir is not None
+    kwargs["further"] = further
     if not merge_adapters:
-        save_adapters(model, tokenizer, output_dir, dtype=dtype, further=further, **kwargs)
+        save_adapters(model, tokenizer, output_dir, **kwargs)
     else:
-        save_all_weights(
-            model,
-            tokenizer,
-            output_dir,
-            without_adapters,
-            dtype=dtype,
-            max_shard_size=max_shard_size,
-            kwargs=kwargs,
-            further=further,
-        )
+        save_all_weights(model, tokenizer, output_dir, without_adapters, max_shard_size=max_shard_size, **kwargs)
 
 
 def save_all_weights(
@@ -147,11 +130,12 @@ def save_all_weights(
     tokenizer: Any,
     output_dir: str | Path,
     merge: Callable[[nn.Module], Merged],
+    /,  # so that an unknown argument of one of these names is refused as unknown
     *,
-    dtype: torch.dtype | None,
     max_shard_size: int | str,
-    kwargs: Mapping[str, Any],
+    dtype: torch.dtype | None = None,
     further: WriteFiles | None = None,
+    **kwargs: Any,
 ) -> None:
     """Write a model as `save_model` does; ``merge`` is `without_adapters`, or `Merged` to keep adapters; collective."""
     with all_or_none("export", CheckpointError):

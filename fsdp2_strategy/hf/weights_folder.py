@@ -102,15 +102,12 @@ def open_folder(
 
 def source_of_weights(skeleton: nn.Module) -> WeightsSource:
     """Return an origin for a model's meta skeleton, with its weight conversions but without files."""
-    return WeightsSource(model=skeleton, files=(), conversions=_conversions(skeleton))
+    conversions: list[Any] | None = None
+    if is_transformers_model(skeleton):
+        from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
 
-
-def _conversions(model: Any) -> list[Any] | None:
-    if not is_transformers_model(model):
-        return None
-    from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
-
-    return list(get_model_conversion_mapping(model))
+        conversions = list(get_model_conversion_mapping(skeleton))  # type: ignore[arg-type]
+    return WeightsSource(model=skeleton, files=(), conversions=conversions)
 
 
 def folder_of(model: nn.Module) -> Path | None:

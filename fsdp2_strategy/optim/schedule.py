@@ -67,7 +67,6 @@ def build_scheduler(
             check_number("build a schedule", option, value, OptimizerError, minimum=0)
     if warmup_ratio is not None:
         check_number("build a schedule", "warmup_ratio", warmup_ratio, OptimizerError)
-    if warmup_ratio is not None:
         if num_warmup_steps is not None or num_training_steps is None or not 0 <= warmup_ratio <= 1:
             raise OptimizerError(
                 f"cannot build a schedule: warmup_ratio is {warmup_ratio} with num_warmup_steps {num_warmup_steps} and "

@@ -28,19 +28,8 @@ from fsdp2_strategy.model.state import ATTACHED
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _LIBRARIES = ("fsdp2_strategy", "torch.distributed", "torch.fx", "torch.autograd", "torch.utils", "torch.cuda")
 """Packages whose objects hold no tensors of a constructor, but may refer to many others."""
-_WITHOUT_TENSORS = (
-    str,
-    bytes,
-    bytearray,
-    int,
-    float,
-    complex,
-    bool,
-    type(None),
-    type,
-    types.ModuleType,
-    types.CodeType,
-)
+_SCALARS = (str, bytes, bytearray, int, float, complex, bool, types.NoneType)
+_WITHOUT_TENSORS = (*_SCALARS, type, types.ModuleType, types.CodeType)
 _SEQUENCES = (list, tuple, set, frozenset, deque)
 
 _Step = tuple[Any, str, Any, Any, nn.Module | None]

@@ -75,10 +75,7 @@ def save_policy(
     if adapted:
         save_adapters(policy, None, folder, dtype=dtype, further=write_sidecars)
     else:
-        size = sys.maxsize
-        save_all_weights(
-            policy, None, folder, Merged, dtype=dtype, max_shard_size=size, kwargs={}, further=write_sidecars
-        )
+        save_all_weights(policy, None, folder, Merged, dtype=dtype, max_shard_size=sys.maxsize, further=write_sidecars)
 
 
 def _check_folder(folder: Path, *, adapted: bool) -> None:
