@@ -40,7 +40,6 @@ class Recipe:
     unexpected: tuple[str, ...]
     """Converted names of tensors that are in the files but not in the model."""
     may_be_missing: re.Pattern[str] | None
-    """Pattern of the names of tensors that files may lack."""
 
 
 def recipe_for(origin: WeightsSource, entries: Mapping[str, Entry]) -> Recipe:

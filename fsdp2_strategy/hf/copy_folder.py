@@ -11,21 +11,19 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Collection, Mapping
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.errors import CheckpointError, DamageError, shown
-from fsdp2_strategy.hf.output_files import write_index
-from fsdp2_strategy.hf.weights_folder import CONFIG
+from fsdp2_strategy.hf.weights_folder import CONFIG, write_index
 from fsdp2_strategy.storage.checksums import Checksums
-from fsdp2_strategy.storage.output_files import create_files, files_for
+from fsdp2_strategy.storage.output_files import File, create_files, files_for
 from fsdp2_strategy.storage.regions import Region
 from fsdp2_strategy.storage.safetensors_format import CONVERTED, Entry, read_header_and_metadata, read_into
 from fsdp2_strategy.storage.staged_folder import StagedFolder
@@ -35,41 +33,37 @@ from fsdp2_strategy.storage.write import WriteRequest, force_to_disk, write_all
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth"}
 
 
+@contextmanager
+def new_folder(
+    output: Path,
+    described: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    dtype: torch.dtype | None,
+    max_bytes: int | None = None,
+    metadata: Mapping[str, str] = CONVERTED,
+) -> Iterator[NewFolder]:
+    """Create a folder for tensors of these shapes and dtypes, for a ``with`` block that fills it."""
+    staged = StagedFolder(output)
+    regions = {
+        name: Region.of(name, shape, dtype if dtype and stored.is_floating_point else stored)
+        for name, (shape, stored) in sorted(described.items())
+    }
+    files = files_for(staged.path, "model", regions, max_bytes or sizes.FILE_BYTES, metadata=metadata)
+    with staged:
+        staged.create()
+        if not staged.is_empty():
+            raise CheckpointError(
+                f"cannot export: {staged.folder} is not empty, expected a new folder. Name another folder."
+            )
+        create_files(files)
+        yield NewFolder(staged, files, dtype)
+
+
 class NewFolder:
-    """A new folder of safetensors files, which a ``with`` block fills; `finish` gives the files their names."""
+    """A new folder of safetensors files; `finish` gives the files their names."""
 
-    def __init__(
-        self,
-        output: Path,
-        described: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-        dtype: torch.dtype | None,
-        max_bytes: int | None = None,
-        metadata: Mapping[str, str] = CONVERTED,
-    ) -> None:
-        self._staged, self._dtype = StagedFolder(output), dtype
-        regions = {
-            name: Region.of(name, shape, dtype if dtype and stored.is_floating_point else stored)
-            for name, (shape, stored) in sorted(described.items())
-        }
-        self._files = files_for(self._staged.path, "model", regions, max_bytes or sizes.FILE_BYTES, metadata=metadata)
-        self.entries = {name: entry for file in self._files for name, entry in file.entries.items()}
-
-    def __enter__(self) -> Self:
-        with ExitStack() as on_error:
-            on_error.enter_context(self._staged)
-            self._staged.create()
-            if not self._staged.is_empty():
-                raise CheckpointError(
-                    f"cannot export: {self._staged.folder} is not empty, expected a new folder. Name another folder."
-                )
-            create_files(self._files)
-            on_error.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._staged.__exit__(kind, error, trace)
+    def __init__(self, staged: StagedFolder, files: Sequence[File], dtype: torch.dtype | None) -> None:
+        self._staged, self._files, self._dtype = staged, files, dtype
+        self.entries = {name: entry for file in files for name, entry in file.entries.items()}
 
     def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write full tensors to the files."""
@@ -145,7 +139,7 @@ def copy_folder(
     metadata = CONVERTED | (headers[0][1] if headers else {})
     total = sum(entry.nbytes for entry in entries.values()) if progress else 0
     with (
-        NewFolder(output, described, dtype, max_bytes, metadata) as folder,
+        new_folder(output, described, dtype, max_bytes, metadata) as folder,
         Reader("exporting", checksums, total) as reader,
     ):
         for name, entry in folder.entries.items():

@@ -24,14 +24,14 @@ from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import is_rank_0
 from fsdp2_strategy.errors import ArgumentError, CheckpointError, counted, did_you_mean, size_text
-from fsdp2_strategy.hf.output_files import write_configuration, write_index
 from fsdp2_strategy.hf.peft.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterFiles
 from fsdp2_strategy.hf.peft.merge import Merged, without_adapters
 from fsdp2_strategy.hf.round_trip import round_trips
 from fsdp2_strategy.hf.save_plan import regions_to_write, tensors_to_write
 from fsdp2_strategy.hf.skeleton import meta_skeleton
 from fsdp2_strategy.hf.tokenizers import check_tokenizer
-from fsdp2_strategy.hf.transformers_models import is_transformers_model
+from fsdp2_strategy.hf.transformers_models import is_transformers_model, write_configuration
+from fsdp2_strategy.hf.weights_folder import write_index
 from fsdp2_strategy.model.failed_loads import check_usable
 from fsdp2_strategy.model.fsdp_state import class_name, reshard
 from fsdp2_strategy.model.ranks import on_model_ranks
@@ -98,7 +98,7 @@ def save_model(
             is running. An earlier export stays intact until all new files are on disk; then all of its files are
             replaced at once.
     """
-    options = {"dtype": dtype, "max_shard_size": max_shard_size, "merge_adapters": merge_adapters}
+    options: dict[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size, "merge_adapters": merge_adapters}
     save_with_further_files(model, tokenizer, output_dir, None, **options, **kwargs)
 
 
@@ -139,14 +139,9 @@ def save_all_weights(
 ) -> None:
     """Write a model as `save_model` does; ``merge`` is `without_adapters`, or `Merged` to keep adapters; collective."""
     with all_or_none("export", CheckpointError):
-        root = unwrap_model(model)
-        check_usable(root)
-        check_tokenizer(root, tokenizer)
+        root, staged = _begin(model, tokenizer, output_dir, kwargs)
         name = class_name(root)
-        staged = StagedFolder(Path(output_dir).expanduser())
-        _check_arguments(kwargs)
         suffix = f".{kwargs['variant']}" if kwargs.get("variant") else ""
-        reshard(root)
         merged = merge(root)
         skeleton = meta_skeleton(merged.model)
         tensors = tensors_to_write(merged.model, skeleton)
@@ -207,18 +202,13 @@ def save_adapters(
     adapter "default" is written to the folder itself, any other adapter to a subfolder of its name.
     """
     with all_or_none("export", CheckpointError):
-        root = unwrap_model(model)
-        check_usable(root)
-        check_tokenizer(root, tokenizer)
+        root, staged = _begin(model, tokenizer, output_dir, kwargs)
         name = class_name(root)
-        staged = StagedFolder(Path(output_dir).expanduser())
-        _check_arguments(kwargs)
         if kwargs.get("variant") or not kwargs.get("save_original_format", True):
             raise CheckpointError(
                 "cannot export adapters: variant or save_original_format=False is given, expected neither. Leave both "
                 "out."
             )
-        reshard(root)
     adapters, tensors = AdapterFiles.of(root)
     regions = {adapter: _cast(stored, dtype) for adapter, stored in adapters.regions.items()}
     files = {
@@ -296,8 +286,14 @@ def _check_output_dir(tokenizer: object, output_dir: object) -> None:
         )
 
 
-def _check_arguments(kwargs: Mapping[str, Any]) -> None:
-    """Check the arguments of ``save_pretrained``."""
+def _begin(
+    model: nn.Module, tokenizer: Any, output_dir: str | Path, kwargs: Mapping[str, Any]
+) -> tuple[nn.Module, StagedFolder]:
+    """Check the arguments of an export, and reshard the model; return it without wrappers, and the folder."""
+    root = unwrap_model(model)
+    check_usable(root)
+    check_tokenizer(root, tokenizer)
+    staged = StagedFolder(Path(output_dir).expanduser())
     for name, value in kwargs.items():
         if name not in _KNOWN:
             raise CheckpointError(
@@ -308,6 +304,8 @@ def _check_arguments(kwargs: Mapping[str, Any]) -> None:
             raise CheckpointError(
                 "cannot export: safe_serialization is False, expected True. Leave it out: all files are safetensors."
             )
+    reshard(root)
+    return root, staged
 
 
 def _in_bytes(size: int | str) -> int:

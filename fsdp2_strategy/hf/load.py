@@ -22,6 +22,7 @@ from fsdp2_strategy.distributed.agreement import all_or_none, check_equal
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import current_device
+from fsdp2_strategy.distributed.torch_internals import storage_address
 from fsdp2_strategy.errors import CheckpointError, counted, some
 from fsdp2_strategy.hf.load_plan import LoadReport, Target, check_ties, match_tensors, tensor_at
 from fsdp2_strategy.hf.meta.initialize import PlainWithoutValues, TensorWithoutValues, initialize, recording_digests
@@ -31,7 +32,6 @@ from fsdp2_strategy.hf.meta.recorded_init import (
     is_recording,
     recorded_plain_tensor,
     recorded_tensor,
-    storage_of,
     was_recorded,
 )
 from fsdp2_strategy.hf.mismatches import LOAD_WEIGHTS, PREPARE_MODEL, Advice
@@ -209,7 +209,7 @@ def _plain_tensors(
     registered = {id(target.tensor): target for target in targets}
     # Sharding has replaced the parameters, but not other references to the tensors that they were.
     before = {
-        storage_of(recorded.meta)
+        storage_address(recorded.meta)
         for target in targets
         if isinstance(target.tensor, nn.Parameter)
         for module, key in target.registrations
@@ -225,12 +225,12 @@ def _plain_tensors(
             aliases += [(each, target) for each in group]
         elif recorded is None:
             reason = "was not made in an init_on_meta block, or was changed after it"
-        elif storage_of(recorded.meta) in before:
+        elif storage_address(recorded.meta) in before:
             reason = "is a parameter of the model, or a view of one, which is sharded under its own name only"
         elif first.tensor.grad_fn is not None:
             reason = "has an autograd graph"
         else:
-            reason = recorded.recording.unknown(storage_of(recorded.meta))
+            reason = recorded.recording.unknown(storage_address(recorded.meta))
             reason = f"has values that {reason}" if reason else ""
             plain.append(PlainWithoutValues(recorded, group))
         if reason:

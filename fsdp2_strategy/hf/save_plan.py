@@ -1,8 +1,7 @@
 """Plan a save: the names and layout of a model's tensors in files, and the byte ranges that this rank writes.
 
-Input: a model, sharded or not. Output: the regions of the files, from which `output_files` creates the files, and write
-requests for `write`. The plan follows from names, shapes, dtypes and placements alone, so ranks plan without
-communication.
+Input: a model, sharded or not. Output: the regions of the files, from which `storage.output_files` creates the files.
+The plan follows from names, shapes, dtypes and placements alone, so ranks plan without communication.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Find the files that contain a model's weights in a Hugging Face folder.
+"""Find the files that contain a model's weights in a Hugging Face folder, and write their index.
 
 Input: a folder, a file or an index. Output: a `WeightsSource` for `load`: the files, and a meta skeleton of the model
 that they belong to.
@@ -6,7 +6,8 @@ that they belong to.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from fsdp2_strategy.hf.skeleton import meta_skeleton
 from fsdp2_strategy.hf.transformers_models import is_transformers_model
 from fsdp2_strategy.model.state import Slot, attach, attached
 from fsdp2_strategy.storage.file_reads import read_file
+from fsdp2_strategy.storage.json_files import write_text
+from fsdp2_strategy.storage.output_files import File, index_of
 from fsdp2_strategy.storage.safetensors_format import OWN_NAMES, Entry, read_header_and_metadata
 from fsdp2_strategy.storage.schema import InvalidError, file_name, mapping, parse_json, record, tensor_name
 
@@ -37,7 +40,6 @@ class WeightsSource:
     """Meta skeleton of the model that the files belong to; its tensors have the requested dtypes."""
     files: tuple[Path, ...]
     index: Path | None = None
-    """The index that lists the files, if there is one."""
     conversions: list[Any] | None = None
     """transformers' weight conversions; None if the files use the model's own names."""
     ignore_mismatched_sizes: bool = False
@@ -127,6 +129,12 @@ def read_index(path: Path) -> dict[str, str]:
         text = error.strerror or str(error) if isinstance(error, OSError) else str(error)
         raise CheckpointError(f"cannot read {path}: {text}, expected an index. Copy or download it again.") from error
     return dict(index["weight_map"])
+
+
+def write_index(folder: Path, files: Sequence[File], index_name: str = INDEX) -> None:
+    """Write the index of several files; no-op if there is only one."""
+    if len(files) > 1:
+        write_text(folder / index_name, json.dumps(index_of(files), indent=2) + "\n")
 
 
 def _plain_name(value: Any) -> None:

@@ -77,9 +77,7 @@ class ReducedStep:
     loss: float
     tokens: int | None
     have_buffers_changed: bool
-    """Whether buffers have changed on any rank."""
     has_equal_losses: bool
-    """Whether all ranks had the same loss."""
 
 
 @dataclass
@@ -98,7 +96,6 @@ class Accumulation:
     size_of_step: int | None = 1
     """Number of micro-batches of the step of the latest backward pass; None if the caller decides when to step."""
     steps: int = 0
-    """Optimizer steps taken."""
     scale: LossScale | None = None
     """Loss scale of float16 training; None for other dtypes."""
     checked_optimizer: ref[Optimizer] | None = None
@@ -106,11 +103,9 @@ class Accumulation:
     stepped_schedule: tuple[ref[LRScheduler], int | None] | None = None
     """The schedule of the latest step, and its position after it; None without a schedule, or after a load."""
     has_said_stepped_twice: bool = False
-    """Whether a warning has said that the program steps the schedule, too."""
     steps_with_equal_losses: int = 0
     """Successive steps in which all ranks had the same loss, though their batches should differ."""
     has_said_equal_losses: bool = False
-    """Whether a warning has said that all ranks have the same loss."""
     last_sync: bool | None = None
     """The ``is_last`` of the latest `_set_gradient_sync` in `backward`; None (no call yet) acts like True."""
     sums: MicroBatchSums = field(default_factory=MicroBatchSums)

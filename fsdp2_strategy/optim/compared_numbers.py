@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from fsdp2_strategy.distributed.equal_values import digest_numbers, is_equal
+from fsdp2_strategy.distributed.equal_values import is_equal
 from fsdp2_strategy.distributed.process_group import group_in_use, ranks_of, world_size
 from fsdp2_strategy.errors import StepError
 from fsdp2_strategy.optim.accumulation import Accumulation
@@ -38,7 +38,7 @@ def numbers_of_step(own: Accumulation, optimizer: Optimizer | None, max_norm: fl
 
 
 def check_equal_numbers(sums: Sequence[float], numbers: Mapping[str, object]) -> None:
-    """Raise on every rank if the sums of `digest_of` show that numbers differ; collective only in that case."""
+    """Raise on every rank if the sums of their digests show that numbers differ; collective only in that case."""
     if is_equal(sums, world_size()):
         return
     of_ranks: list[Mapping[str, object]] = [numbers] * world_size()
@@ -61,11 +61,6 @@ _FIXES = {
     "the number of micro-batches": "Declare the same number of micro-batches on all ranks.",
     "the number of backward passes": "Call backward equally often on all ranks, also if a rank has no data.",
 }
-
-
-def digest_of(numbers: Mapping[str, object]) -> list[float]:
-    """Return what the all-reduce carries for `check_equal_numbers`; not collective."""
-    return digest_numbers(sorted(numbers.items()))
 
 
 def _is_compared(key: str, value: object) -> bool:

@@ -56,7 +56,7 @@ from fsdp2_strategy.model.swapped_weights import check_own_weights, swapped_erro
 from fsdp2_strategy.model.weight_versions import count_change
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.optim.accumulation import Accumulation, ReducedStep, accumulation_of
-from fsdp2_strategy.optim.compared_numbers import check_equal_numbers, digest_of, numbers_of_step
+from fsdp2_strategy.optim.compared_numbers import check_equal_numbers, numbers_of_step
 from fsdp2_strategy.optim.schedule import check_schedule_of, check_steps_without_metric
 from fsdp2_strategy.optim.shared_losses import shared_loss
 from fsdp2_strategy.optim.step_sums import MicroBatchSums, checked_tokens
@@ -517,7 +517,7 @@ def _reduce(
     with on_ranks_of(parameters):
         ranks = world_size()
         sums, used = own.sums.values(), used_numbers(parameters, root, ranks)
-        compared = digest_of(numbers)
+        compared = digest_numbers(sorted(numbers.items()))
         squares, (changed, deferred, *others) = _sum_over_ranks(
             _gradients(parameters), is_changed, has_deferred_error(), *compared, *buffers, *sums, *used
         )

@@ -27,7 +27,13 @@ import torch
 from torch import nn
 
 from fsdp2_strategy.distributed.agreement import all_or_none, from_rank_0
-from fsdp2_strategy.distributed.torch_internals import local_of, tree_map, without_torch_function, wrapper_subclass
+from fsdp2_strategy.distributed.torch_internals import (
+    local_of,
+    storage_address,
+    tree_map,
+    without_torch_function,
+    wrapper_subclass,
+)
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.library_internals import mark_initialized, replace_initialization
 from fsdp2_strategy.hf.meta.plain_tensors import PlainTensor, exchange
@@ -38,7 +44,6 @@ from fsdp2_strategy.hf.meta.recorded_init import (
     drawing_from,
     random_states,
     recorded_tensor,
-    storage_of,
     view_like,
     written_arguments,
 )
@@ -76,7 +81,7 @@ class PlainWithoutValues:
     @property
     def draws(self) -> bool:
         """Whether its values depend on random numbers."""
-        return self.recorded.recording.draws(storage_of(self.recorded.meta))
+        return self.recorded.recording.draws(storage_address(self.recorded.meta))
 
 
 @torch.no_grad()
@@ -121,7 +126,7 @@ def _by_recording(tensors: Sequence[_WithoutValues]) -> dict[Recording, _ByStora
     for e in tensors:
         if e.recorded is not None:
             meta = e.recorded.meta
-            found.setdefault(e.recorded.recording, {}).setdefault(storage_of(meta), []).append((meta, e))
+            found.setdefault(e.recorded.recording, {}).setdefault(storage_address(meta), []).append((meta, e))
     return found
 
 

@@ -10,7 +10,6 @@ import copy
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,7 +21,7 @@ from fsdp2_strategy.distributed.process_group import is_rank_0
 from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.library_internals import forget_tensor_parallel_size
 from fsdp2_strategy.hf.peft.merge import has_adapters
-from fsdp2_strategy.hf.peft.methods import check_exportable_prompts, prompts_of
+from fsdp2_strategy.hf.peft.methods import check_exportable_prompts
 from fsdp2_strategy.hf.skeleton import meta_skeleton
 from fsdp2_strategy.model.fsdp_state import class_name
 from fsdp2_strategy.model.names import clean
@@ -107,7 +106,7 @@ def _names_in_files(skeleton: Any) -> dict[str, dict[str, str]]:
         if any(config.is_prompt_learning for config in skeleton.peft_config.values()):
             check_exportable_prompts(skeleton)
             # peft would compute the prompts, for which the skeleton has no values.
-            skeleton.get_prompt_embedding_to_save = partial(prompts_of, skeleton)
+            skeleton.get_prompt_embedding_to_save = lambda adapter: skeleton.prompt_encoder[adapter].embedding.weight
         for adapter in skeleton.peft_config:
             held = get_peft_model_state_dict(skeleton, state_dict=state, adapter_name=adapter)
             found[adapter] = {f"{prefix}{key}": own_names[id(tensor)] for key, tensor in held.items()}

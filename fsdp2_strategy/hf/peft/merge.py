@@ -290,9 +290,7 @@ class _Rows:
     key: str
     """Name of the weight in the base layer."""
     active: tuple[str, ...]
-    """Names of the adapters to merge."""
     weight: torch.Tensor
-    """The weight in the model, sharded or not."""
     gathered: Mapping[int, torch.Tensor]
     """The full tensors of the adapters' parameters, by the ``id`` of the parameter."""
 
