@@ -3,9 +3,8 @@
 Input: a model on meta or with memory, sharded or not, and the path of its weights. Output: the same model with values,
 and a report.
 
-Steps: read headers; find the file ranges of each tensor; compare tied weights in the files; compare the plan across
-ranks; allocate memory; read in parallel; broadcast to the replicas; initialise the tensors that no file contains. The
-checks of headers and tied weights are made before the model changes.
+Headers and tied weights are checked, and the plan is compared across ranks, before the model changes. Then it gets
+memory, ranks read in parallel and broadcast to replicas, and tensors that no file contains are initialised.
 """
 
 from __future__ import annotations
@@ -115,21 +114,11 @@ def _load(model: nn.Module, path: str | Path | None, *, allowed_missing: str, ad
             _check_replaced(root, targets, known)
         with Reader("comparing tied weights") as reader:
             check_ties(targets, reader)
-    facts = [
-        (
-            t.name,
-            is_uninitialised(t.tensor),
-            [(s.name, s.offset, s.dtype, s.shape) for r in t.regions for s in sources_of(r)],
-        )
-        for t in targets
-    ]
+    entries = [[(s.name, s.offset, s.dtype, s.shape) for r in t.regions for s in sources_of(r)] for t in targets]
+    facts = [(t.name, is_uninitialised(t.tensor), own) for t, own in zip(targets, entries, strict=True)]
     check_equal(f"load {name}", facts, CheckpointError, "the same files on all ranks. Give every rank the same folder.")
-    check_equal(
-        f"load {name}",
-        recording_digests(to_initialise, plain),
-        CheckpointError,
-        "constructors that do the same on every rank. Give torch, NumPy and Python the same seed on all ranks.",
-    )
+    fix = "constructors that do the same on every rank. Give torch, NumPy and Python the same seed on all ranks."
+    check_equal(f"load {name}", recording_digests(to_initialise, plain), CheckpointError, fix)
     with all_or_none(f"load {name}", CheckpointError):
         count_change(root)
         materialize(root, current_device())
@@ -207,7 +196,7 @@ def _plain_tensors(
 ) -> tuple[list[tuple[PlainTensor, Target]], list[PlainWithoutValues]]:
     """Return plain meta tensors that are registered tensors, and those to compute; see [Note: plain tensors]."""
     registered = {id(target.tensor): target for target in targets}
-    # Sharding has replaced the parameters, but not other references to the tensors that they were.
+    # Sharding replaced the parameters, but not other references to the earlier tensors.
     before = {
         storage_address(recorded.meta)
         for target in targets

@@ -1,11 +1,8 @@
 """Build the meta skeleton of a model: the same module tree with the original classes, unsharded, without values.
 
-Input: a model, sharded or not. Output: a copy of its module tree on the meta device. Code of other libraries may
-inspect and change the copy.
-
-`fully_shard` replaces the classes of modules and makes parameters DTensors. Code that depends on the class, names or
-shapes of a model (transformers' conversions, initialisation and saving) does not handle this. Such code gets the meta
-skeleton instead, and the model itself is not changed.
+Input: a model, sharded or not. Output: a copy of its module tree on the meta device. Code of other libraries that
+depends on classes, names or shapes (transformers' conversions, initialisation, saving) does not handle `fully_shard`,
+which replaces classes and makes parameters DTensors. It may inspect and change the copy instead.
 """
 
 from __future__ import annotations

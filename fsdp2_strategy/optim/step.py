@@ -218,7 +218,11 @@ def optimizer_step(
             different units.
         OffloadError: the model or the optimizer is offloaded.
     """
-    _check_is_optimizer(optimizer, f"step {name!r}")
+    if not hasattr(optimizer, "param_groups"):
+        raise StepError(
+            f"cannot step {name!r}: the optimizer is {_described(optimizer)}, expected a torch optimizer. Pass the one "
+            "that create_optimizer returned, and check the order of the arguments."
+        )
     _check_choices(f"step {name!r}", accumulation=accumulation, sync_buffers=sync_buffers)
     check_number(f"step {name!r}", "accumulation_steps", accumulation_steps, StepError, integer=True, minimum=1)
     check_number(f"step {name!r}", "max_norm", max_norm, StepError, minimum=0)
@@ -316,14 +320,6 @@ def _check_loss(loss: object) -> None:
         raise StepError(
             "cannot run backward: the loss has no autograd graph, expected one. It was computed under torch.no_grad, "
             "detached, or does not depend on a trainable parameter."
-        )
-
-
-def _check_is_optimizer(optimizer: object, action: str) -> None:
-    if not hasattr(optimizer, "param_groups"):
-        raise StepError(
-            f"cannot {action}: the optimizer is {_described(optimizer)}, expected a torch optimizer. Pass the one that "
-            "create_optimizer returned, and check the order of the arguments."
         )
 
 

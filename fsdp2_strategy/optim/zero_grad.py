@@ -96,15 +96,11 @@ def watch_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
 
     def zero_grad(set_to_none: bool = True) -> None:
         if (own := weakly()) is not None:
-            _zero_grad_of_optimizer(own, set_to_none)
+            parameters = (parameter for group in own.param_groups for parameter in group["params"])
+            _zero_grad(_model_of(own), parameters, lambda: type(own).zero_grad(own, set_to_none))
 
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
     optimizer.register_step_post_hook(_after_step)
-
-
-def _zero_grad_of_optimizer(optimizer: Optimizer, set_to_none: bool) -> None:
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    _zero_grad(_model_of(optimizer), parameters, lambda: type(optimizer).zero_grad(optimizer, set_to_none))
 
 
 def _zero_grad_of_model(model: nn.Module, set_to_none: bool = True) -> None:

@@ -63,12 +63,9 @@ def _patches(recording: Recording) -> list[tuple[Any, str, Any]]:
         model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any = None
     ) -> tuple[Any, None]:
         if expected_keys is not None or state_dict is not None:
-            is_adapter = expected_keys is not None
-            given = (
-                "an adapter, expected a model's own weights"
-                if is_adapter
-                else "a state_dict, expected a folder or hub id"
-            )
+            given = "a state_dict, expected a folder or hub id"
+            if expected_keys is not None:
+                given = "an adapter, expected a model's own weights"
             raise CheckpointError(
                 f"cannot build {type(model).__name__} on meta: from_pretrained was given {given}. Build it outside of "
                 "init_on_meta."

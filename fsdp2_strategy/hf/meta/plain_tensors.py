@@ -62,13 +62,10 @@ def plain_tensors(modules: Mapping[nn.Module, str], registered: Set[int]) -> Ite
     """Yield the plain meta tensors of modules, once per reference; do not enter other modules that are registered."""
     for module, name in modules.items():
         for value, path, holder, key, owner in _references(module, registered):
-            if isinstance(value, torch.Tensor) and value.is_meta and not _is_placeholder(value):
+            is_on_meta = isinstance(value, torch.Tensor) and value.is_meta
+            if is_on_meta and not (is_offloaded_tensor(value) or is_computed(value)):
                 full = f"{name}{path}" if name else path.removeprefix(".")
                 yield PlainTensor(full, value, holder, key, owner, module)
-
-
-def _is_placeholder(tensor: torch.Tensor) -> bool:
-    return is_offloaded_tensor(tensor) or is_computed(tensor)
 
 
 def _references(module: nn.Module, registered: Set[int]) -> Iterator[_Step]:

@@ -20,7 +20,7 @@ from fsdp2_strategy.distributed.agreement import all_or_none, from_rank_0
 from fsdp2_strategy.distributed.process_group import is_rank_0
 from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.library_internals import forget_tensor_parallel_size
-from fsdp2_strategy.hf.peft.merge import has_adapters
+from fsdp2_strategy.hf.peft.merge import peft_models
 from fsdp2_strategy.hf.peft.methods import check_exportable_prompts
 from fsdp2_strategy.hf.skeleton import meta_skeleton
 from fsdp2_strategy.model.fsdp_state import class_name
@@ -74,12 +74,7 @@ class AdapterFiles:
 
 def _adapted_model(root: nn.Module) -> nn.Module:
     """Return the only peft model within a module: a PeftModel, or a model into which peft injected adapters."""
-    found: list[nn.Module] = []
-    if has_adapters(root):
-        from peft import PeftMixedModel, PeftModel  # noqa: PLC0415
-
-        kinds = (PeftModel, PeftMixedModel)
-        found = [module for module in root.modules() if isinstance(module, kinds) or "peft_config" in vars(module)]
+    found = peft_models(root)
     outermost = [m for m in found if not any(m is not other and m in set(other.modules()) for other in found)]
     if len(outermost) != 1:
         raise CheckpointError(

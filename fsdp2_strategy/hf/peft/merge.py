@@ -127,11 +127,17 @@ def is_peft_model(model: nn.Module) -> bool:
 
     LeRobot saves such a model as its adapters, and a policy that contains a peft model with all its weights.
     """
-    if not has_adapters(model):
-        return False
+    return any(module is model for module in peft_models(model))
+
+
+def peft_models(root: nn.Module) -> list[nn.Module]:
+    """Return the modules within a module that are a PeftModel, or into which peft injected adapters."""
+    if not has_adapters(root):
+        return []
     from peft import PeftMixedModel, PeftModel  # noqa: PLC0415
 
-    return isinstance(model, PeftModel | PeftMixedModel) or "peft_config" in vars(model)
+    kinds = (PeftModel, PeftMixedModel)
+    return [module for module in root.modules() if isinstance(module, kinds) or "peft_config" in vars(module)]
 
 
 # --- module tree without adapters ------------------------------------------------------------------------------------
