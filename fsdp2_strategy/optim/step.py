@@ -9,7 +9,7 @@ So the loss is multiplied by (number of ranks) / N, because FSDP2's average divi
 known yet, each micro-batch passes its own ``num_items``. Then `backward` does not scale the loss, the all-reduce of the
 gradient norm sums N, too, and `optimizer_step` multiplies the gradients by (number of ranks) / N. Ranks that share
 layers compute the same loss, and count as one rank. Ranks that share sequences do so, too, if their loss is that of
-full sequences: see [Note: shared losses] in `shared_losses`.
+full sequences: see [Note: shared losses] in `step_sums`.
 """
 
 from __future__ import annotations
@@ -58,8 +58,7 @@ from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.optim.accumulation import Accumulation, ReducedStep, accumulation_of
 from fsdp2_strategy.optim.compared_numbers import check_equal_numbers, numbers_of_step
 from fsdp2_strategy.optim.schedule import check_schedule_of, check_steps_without_metric
-from fsdp2_strategy.optim.shared_losses import shared_loss
-from fsdp2_strategy.optim.step_sums import MicroBatchSums, checked_tokens
+from fsdp2_strategy.optim.step_sums import MicroBatchSums, checked_tokens, shared_loss
 from fsdp2_strategy.optim.used_parameters import remove_unused_gradients, used_numbers
 from fsdp2_strategy.optim.zero_grad import discard_after_failed_pass, watch_model, watch_optimizer
 from fsdp2_strategy.sharding.shard import check_dtypes
