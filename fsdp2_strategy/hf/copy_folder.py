@@ -125,13 +125,8 @@ def copy_folder(
         weights = [path for path in weights if path in listed]
         sidecars = [path for path in sidecars if path in listed]
         if unlisted:
-            names = ", ".join(path.name for path in unlisted)
-            log(
-                "not copied from %s: %s. The checkpoint has no checksums of these files.",
-                source,
-                names,
-                level=logging.WARNING,
-            )
+            message = "not copied from %s: %s. The checkpoint has no checksums of these files."
+            log(message, source, ", ".join(path.name for path in unlisted), level=logging.WARNING)
     headers = [read_header_and_metadata(path) for path in weights]
     entries = {name: entry for stored, _ in headers for name, entry in stored.items()}
     described = {name: (entry.shape, entry.dtype) for name, entry in entries.items()}
@@ -153,17 +148,12 @@ def _copy_file(source: Path, target: Path, checksums: Checksums | None) -> None:
         shutil.copyfile(source, target)
         return
     try:
-        fd = os.open(source, os.O_RDONLY)
-        try:
-            size = os.fstat(fd).st_size
-            with target.open("wb") as copy:
-                for checked in checksums.covering(source, 0, size):
-                    content = bytearray(checked.end - checked.begin)
-                    read_into(fd, checked.begin, memoryview(content))
-                    checked.check(memoryview(content), source, source.name)
-                    copy.write(content)
-        finally:
-            os.close(fd)
+        with source.open("rb") as file, target.open("wb") as copy:
+            for checked in checksums.covering(source, 0, os.fstat(file.fileno()).st_size):
+                content = bytearray(checked.end - checked.begin)
+                read_into(file.fileno(), checked.begin, memoryview(content))
+                checked.check(memoryview(content), source, source.name)
+                copy.write(content)
     except OSError as error:
         raise DamageError(f"cannot read {source}: {error.strerror or error}. Load another checkpoint.") from error
 
