@@ -32,12 +32,11 @@ from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.library_internals import names_not_saved
 from fsdp2_strategy.hf.load_plan import LoadReport, match_tensors
 from fsdp2_strategy.hf.mismatches import CHECKPOINT
-from fsdp2_strategy.hf.output_files import write_configuration
 from fsdp2_strategy.hf.peft.files import ADAPTER_WEIGHTS, AdapterFiles
 from fsdp2_strategy.hf.peft.merge import has_adapters, is_peft_model, names_without_adapters, without_adapter_modules
 from fsdp2_strategy.hf.save_plan import TensorLayout, choose_layout, tensors_to_write
 from fsdp2_strategy.hf.skeleton import copy_module_shell, meta_skeleton
-from fsdp2_strategy.hf.transformers_models import inner_model, is_transformers_model
+from fsdp2_strategy.hf.transformers_models import inner_model, is_transformers_model, write_configuration
 from fsdp2_strategy.hf.weights_folder import WeightsSource, folder_of, open_folder
 from fsdp2_strategy.model.fsdp_state import class_name
 from fsdp2_strategy.model.names import saved_tensors

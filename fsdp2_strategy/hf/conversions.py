@@ -25,7 +25,7 @@ from torch import nn
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.library_internals import adjust_load_report, optional_name_patterns, set_conversions
 from fsdp2_strategy.hf.skeleton import meta_skeleton
-from fsdp2_strategy.hf.weights_folder import WeightsSource
+from fsdp2_strategy.hf.weights_folder import WeightsSource, source_of_weights
 from fsdp2_strategy.model.boxes import row_major
 from fsdp2_strategy.model.names import clean
 from fsdp2_strategy.storage.regions import Region
@@ -40,17 +40,12 @@ class Recipe:
     unexpected: tuple[str, ...]
     """Converted names of tensors that are in the files but not in the model."""
     may_be_missing: re.Pattern[str] | None
-    """Pattern of the names of tensors that files may lack."""
 
 
 def recipe_for(origin: WeightsSource, entries: Mapping[str, Entry]) -> Recipe:
     """Return the region of each tensor of ``origin.model``; read no values.
 
-    A region has the dtype of its tensor in the origin's model. Values are cast to this dtype first, and then to the
-    dtype of the tensor that is filled.
-
-    Raises:
-        CheckpointError: a conversion does not fit the tensors of the files.
+    A region has the dtype of its tensor in the origin's model: values are cast to it first, then to that of the target.
     """
     sources = {name: Region.of(entry, entry.shape, entry.dtype) for name, entry in entries.items()}
     if origin.conversions is None:
@@ -92,40 +87,21 @@ def _converted(origin: WeightsSource, sources: Mapping[str, Region]) -> Recipe:
 
 
 def renames(model: nn.Module, described: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, str]:
-    """Return how transformers renames tensors when it loads them into a model; read no values.
-
-    Args:
-        model: a transformers model, sharded or not.
-        described: shape and dtype of the tensors, by name.
-
-    Returns:
-        The model's names, by the given ones. Tensors that transformers also splits, merges or transposes are left out.
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
-
-    skeleton: Any = meta_skeleton(model)
-    origin = WeightsSource(model=skeleton, files=(), conversions=get_model_conversion_mapping(skeleton))
+    """Map given names to the model's names, without tensors that transformers also splits, merges or transposes."""
+    origin = source_of_weights(meta_skeleton(model))
     entries = {name: Entry(name, Path(), 0, dtype, shape) for name, (shape, dtype) in described.items()}
     found = {}
     for name, region in recipe_for(origin, entries).regions.items():
         piece = region.only_piece
-        if piece and isinstance(piece.source, Entry) and (piece.shape, piece.strides) == _layout(piece.source):
+        if piece is None or not isinstance(piece.source, Entry):
+            continue
+        if (piece.shape, piece.strides) == (piece.source.shape, row_major(piece.source.shape)):
             found[piece.source.name] = name
     return found
 
 
-def _layout(entry: Entry) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape and the strides of a stored tensor."""
-    return entry.shape, row_major(entry.shape)
-
-
 def hub_regions(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, Region]:
-    """Return the regions of a transformers model's tensors in the Hugging Face names and layout; read no values.
-
-    Args:
-        model: meta skeleton of the model; this function sets its weight conversions.
-        tensors: the model's tensors by name, each once; these names are the sources of the regions.
-    """
+    """Return the regions of a transformers model's tensors, in the Hugging Face names and layout; read no values."""
     from transformers import core_model_loading  # noqa: PLC0415
     from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
 

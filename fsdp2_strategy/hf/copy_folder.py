@@ -11,21 +11,19 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Collection, Mapping
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.errors import CheckpointError, DamageError, shown
-from fsdp2_strategy.hf.output_files import write_index
-from fsdp2_strategy.hf.weights_folder import CONFIG
+from fsdp2_strategy.hf.weights_folder import CONFIG, write_index
 from fsdp2_strategy.storage.checksums import Checksums
-from fsdp2_strategy.storage.output_files import create_files, files_for
+from fsdp2_strategy.storage.output_files import File, create_files, files_for
 from fsdp2_strategy.storage.regions import Region
 from fsdp2_strategy.storage.safetensors_format import CONVERTED, Entry, read_header_and_metadata, read_into
 from fsdp2_strategy.storage.staged_folder import StagedFolder
@@ -35,67 +33,44 @@ from fsdp2_strategy.storage.write import WriteRequest, force_to_disk, write_all
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth"}
 
 
+@contextmanager
+def new_folder(
+    output: Path,
+    described: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    dtype: torch.dtype | None,
+    max_bytes: int | None = None,
+    metadata: Mapping[str, str] = CONVERTED,
+) -> Iterator[NewFolder]:
+    """Create a folder for tensors of these shapes and dtypes, for a ``with`` block that fills it."""
+    staged = StagedFolder(output)
+    regions = {
+        name: Region.of(name, shape, dtype if dtype and stored.is_floating_point else stored)
+        for name, (shape, stored) in sorted(described.items())
+    }
+    files = files_for(staged.path, "model", regions, max_bytes or sizes.FILE_BYTES, metadata=metadata)
+    with staged:
+        staged.create()
+        if not staged.is_empty():
+            raise CheckpointError(
+                f"cannot export: {staged.folder} is not empty, expected a new folder. Name another folder."
+            )
+        create_files(files)
+        yield NewFolder(staged, files, dtype)
+
+
 class NewFolder:
-    """A new folder of safetensors files, which a ``with`` block fills; `finish` gives the files their names.
+    """A new folder of safetensors files; `finish` gives the files their names."""
 
-    Args:
-        output: the new folder; it must be missing or empty, or have only what an export that was killed left.
-        described: shape and dtype of each tensor.
-        dtype: dtype of floating-point tensors in the files; by default unchanged.
-        max_bytes: the limit, in bytes of tensors per file; by default 5 GB.
-        metadata: metadata of the headers.
-
-    Raises:
-        CheckpointError: the output is not empty, or another export writes to it.
-    """
-
-    def __init__(
-        self,
-        output: Path,
-        described: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-        dtype: torch.dtype | None,
-        max_bytes: int | None = None,
-        metadata: Mapping[str, str] = CONVERTED,
-    ) -> None:
-        self._staged, self._dtype = StagedFolder(output), dtype
-        regions = {
-            name: Region.of(name, shape, dtype if dtype and stored.is_floating_point else stored)
-            for name, (shape, stored) in sorted(described.items())
-        }
-        self._files = files_for(self._staged.path, "model", regions, max_bytes or sizes.FILE_BYTES, metadata=metadata)
-        self.entries = {name: entry for file in self._files for name, entry in file.entries.items()}
-
-    def __enter__(self) -> Self:
-        with ExitStack() as on_error:
-            on_error.enter_context(self._staged)
-            self._staged.create()
-            if not self._staged.is_empty():
-                raise CheckpointError(
-                    f"cannot export: {self._staged.folder} is not empty, expected a new folder. Name another folder."
-                )
-            create_files(self._files)
-            on_error.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._staged.__exit__(kind, error, trace)
+    def __init__(self, staged: StagedFolder, files: Sequence[File], dtype: torch.dtype | None) -> None:
+        self._staged, self._files, self._dtype = staged, files, dtype
+        self.entries = {name: entry for file in files for name, entry in file.entries.items()}
 
     def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write full tensors to the files."""
         write_all([WriteRequest(self.entries[name], tuple((0, n) for n in t.shape), t) for name, t in tensors.items()])
 
     def finish(self, sidecars: Collection[Path], checksums: Checksums | None = None) -> None:
-        """Copy sidecar files, set the dtype in the configuration, and give all files their names.
-
-        Args:
-            sidecars: the files to copy.
-            checksums: their checksums; None to copy without verification.
-
-        Raises:
-            DamageError: bytes do not match their checksum.
-        """
+        """Copy sidecar files, set the dtype in the configuration, and give all files their names."""
         folder = self._staged.path
         force_to_disk([file.path for file in self._files])
         for path in sidecars:
@@ -119,11 +94,7 @@ def sidecars_in(folder: Path) -> list[Path]:
 
 
 def _configuration(path: Path) -> dict[str, Any]:
-    """Return the content of a ``config.json``; transformers also writes numbers that are not finite.
-
-    Raises:
-        CheckpointError: it is not a JSON object.
-    """
+    """Return the content of a ``config.json``; transformers also writes numbers that are not finite."""
     try:
         config = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -144,20 +115,8 @@ def copy_folder(
 ) -> None:
     """Copy the weights and sidecar files of a folder, without its subfolders; not collective.
 
-    A single weights file stays a single file. Several weights files are split again, by size.
-
-    Args:
-        source: the folder.
-        output: the new folder; it must be missing or empty.
-        dtype: dtype of floating-point tensors in the copy; by default unchanged.
-        checksums: checksums of the source's files; by default nothing is verified.
-        listed: the files that have checksums; others are left out, and a warning names them. By default, all are
-            copied.
-        progress: show the progress; see `Progress`.
-
-    Raises:
-        CheckpointError: the output is not empty, or a file cannot be read.
-        DamageError: bytes do not match their checksum.
+    A single weights file stays a single file; several are split again, by size. Only files in ``listed`` are copied,
+    and a warning names the others; None copies all. Without ``checksums``, nothing is verified.
     """
     weights = sorted(source.glob("model*.safetensors"))
     sidecars = [*sidecars_in(source), *sorted(set(source.glob("*.safetensors")) - set(weights))]
@@ -166,13 +125,8 @@ def copy_folder(
         weights = [path for path in weights if path in listed]
         sidecars = [path for path in sidecars if path in listed]
         if unlisted:
-            names = ", ".join(path.name for path in unlisted)
-            log(
-                "not copied from %s: %s. The checkpoint has no checksums of these files.",
-                source,
-                names,
-                level=logging.WARNING,
-            )
+            message = "not copied from %s: %s. The checkpoint has no checksums of these files."
+            log(message, source, ", ".join(path.name for path in unlisted), level=logging.WARNING)
     headers = [read_header_and_metadata(path) for path in weights]
     entries = {name: entry for stored, _ in headers for name, entry in stored.items()}
     described = {name: (entry.shape, entry.dtype) for name, entry in entries.items()}
@@ -180,7 +134,7 @@ def copy_folder(
     metadata = CONVERTED | (headers[0][1] if headers else {})
     total = sum(entry.nbytes for entry in entries.values()) if progress else 0
     with (
-        NewFolder(output, described, dtype, max_bytes, metadata) as folder,
+        new_folder(output, described, dtype, max_bytes, metadata) as folder,
         Reader("exporting", checksums, total) as reader,
     ):
         for name, entry in folder.entries.items():
@@ -189,26 +143,17 @@ def copy_folder(
 
 
 def _copy_file(source: Path, target: Path, checksums: Checksums | None) -> None:
-    """Copy a file, and verify the bytes that are copied.
-
-    Raises:
-        DamageError: the file cannot be read, or bytes do not match their checksum.
-    """
+    """Copy a file, and verify the bytes that are copied."""
     if checksums is None:
         shutil.copyfile(source, target)
         return
     try:
-        fd = os.open(source, os.O_RDONLY)
-        try:
-            size = os.fstat(fd).st_size
-            with target.open("wb") as copy:
-                for checked in checksums.covering(source, 0, size):
-                    content = bytearray(checked.end - checked.begin)
-                    read_into(fd, checked.begin, memoryview(content))
-                    checked.check(memoryview(content), source, source.name)
-                    copy.write(content)
-        finally:
-            os.close(fd)
+        with source.open("rb") as file, target.open("wb") as copy:
+            for checked in checksums.covering(source, 0, os.fstat(file.fileno()).st_size):
+                content = bytearray(checked.end - checked.begin)
+                read_into(file.fileno(), checked.begin, memoryview(content))
+                checked.check(memoryview(content), source, source.name)
+                copy.write(content)
     except OSError as error:
         raise DamageError(f"cannot read {source}: {error.strerror or error}. Load another checkpoint.") from error
 

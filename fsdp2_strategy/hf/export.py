@@ -24,14 +24,14 @@ from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import is_rank_0
 from fsdp2_strategy.errors import ArgumentError, CheckpointError, counted, did_you_mean, size_text
-from fsdp2_strategy.hf.output_files import write_configuration, write_index
 from fsdp2_strategy.hf.peft.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterFiles
 from fsdp2_strategy.hf.peft.merge import Merged, without_adapters
 from fsdp2_strategy.hf.round_trip import round_trips
 from fsdp2_strategy.hf.save_plan import regions_to_write, tensors_to_write
 from fsdp2_strategy.hf.skeleton import meta_skeleton
 from fsdp2_strategy.hf.tokenizers import check_tokenizer
-from fsdp2_strategy.hf.transformers_models import is_transformers_model
+from fsdp2_strategy.hf.transformers_models import is_transformers_model, write_configuration
+from fsdp2_strategy.hf.weights_folder import write_index
 from fsdp2_strategy.model.failed_loads import check_usable
 from fsdp2_strategy.model.fsdp_state import class_name, reshard
 from fsdp2_strategy.model.ranks import on_model_ranks
@@ -98,16 +98,8 @@ def save_model(
             is running. An earlier export stays intact until all new files are on disk; then all of its files are
             replaced at once.
     """
-    save_with_further_files(
-        model,
-        tokenizer,
-        output_dir,
-        None,
-        dtype=dtype,
-        max_shard_size=max_shard_size,
-        merge_adapters=merge_adapters,
-        **kwargs,
-    )
+    options: dict[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size, "merge_adapters": merge_adapters}
+    save_with_further_files(model, tokenizer, output_dir, None, **options, **kwargs)
 
 
 @collective
@@ -118,39 +110,19 @@ def save_with_further_files(
     output_dir: str | Path | None,
     further: WriteFiles | None,
     *,
-    dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     merge_adapters: bool = True,
     **kwargs: Any,
 ) -> None:
-    """Write a model as `save_model` does, and further files that belong to the same export; collective.
-
-    Args:
-        model: see `save_model`, also for the other arguments and the errors.
-        tokenizer: tokenizer or processor, or None.
-        output_dir: the folder.
-        further: writes the files; None for none.
-        dtype: dtype of floating-point parameters.
-        max_shard_size: maximum size of a file.
-        merge_adapters: write a peft model as its base model.
-        **kwargs: arguments of ``save_pretrained``.
-    """
+    """Write a model as `save_model` does, and with ``further`` more files of the same export; collective."""
     with all_or_none("export", ArgumentError):
         _check_output_dir(tokenizer, output_dir)
     assert output_dir is not None
+    kwargs["further"] = further
     if not merge_adapters:
-        save_adapters(model, tokenizer, output_dir, dtype=dtype, further=further, **kwargs)
+        save_adapters(model, tokenizer, output_dir, **kwargs)
     else:
-        save_all_weights(
-            model,
-            tokenizer,
-            output_dir,
-            without_adapters,
-            dtype=dtype,
-            max_shard_size=max_shard_size,
-            kwargs=kwargs,
-            further=further,
-        )
+        save_all_weights(model, tokenizer, output_dir, without_adapters, max_shard_size=max_shard_size, **kwargs)
 
 
 def save_all_weights(
@@ -158,33 +130,18 @@ def save_all_weights(
     tokenizer: Any,
     output_dir: str | Path,
     merge: Callable[[nn.Module], Merged],
+    /,  # so that an unknown argument of one of these names is refused as unknown
     *,
-    dtype: torch.dtype | None,
     max_shard_size: int | str,
-    kwargs: Mapping[str, Any],
+    dtype: torch.dtype | None = None,
     further: WriteFiles | None = None,
+    **kwargs: Any,
 ) -> None:
-    """Write all weights of a model as `save_model` does; collective.
-
-    Args:
-        model: see `save_model`, also for the other arguments and the errors.
-        tokenizer: tokenizer or processor, or None.
-        output_dir: the folder.
-        merge: `without_adapters`, or `Merged` to write adapters with the model's own names.
-        dtype: dtype of floating-point parameters.
-        max_shard_size: maximum size of a file.
-        kwargs: arguments of ``save_pretrained``.
-        further: writes further files of the same export; None for none.
-    """
+    """Write a model as `save_model` does; ``merge`` is `without_adapters`, or `Merged` to keep adapters; collective."""
     with all_or_none("export", CheckpointError):
-        root = unwrap_model(model)
-        check_usable(root)
-        check_tokenizer(root, tokenizer)
+        root, staged = _begin(model, tokenizer, output_dir, kwargs)
         name = class_name(root)
-        staged = StagedFolder(Path(output_dir).expanduser())
-        _check_arguments(kwargs)
         suffix = f".{kwargs['variant']}" if kwargs.get("variant") else ""
-        reshard(root)
         merged = merge(root)
         skeleton = meta_skeleton(merged.model)
         tensors = tensors_to_write(merged.model, skeleton)
@@ -218,11 +175,7 @@ def save_all_weights(
 def _regions_that_load(
     skeleton: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, *, hub_names: bool
 ) -> dict[str, Region]:
-    """Return the regions of the files, with Hugging Face names or, if a load would fail, with the model's own names.
-
-    Raises:
-        CheckpointError: a load would fail with both.
-    """
+    """Return the regions of the files, with Hugging Face names or, if a load would fail, with the model's own names."""
     for names_of_hub in (True, False) if hub_names else (False,):
         regions = regions_to_write(skeleton, tensors, dtype, hub_names=names_of_hub)
         if round_trips(skeleton, regions, tensors):
@@ -245,35 +198,17 @@ def save_adapters(
 ) -> None:
     """Write the adapters of a peft model as a folder that ``PeftModel.from_pretrained`` loads; collective.
 
-    The content is bitwise equal to that of peft's ``save_pretrained``: for each adapter its configuration and its
-    tensors, including ``modules_to_save`` and biases. The adapter "default" is written to the folder itself, any other
-    adapter to a subfolder of its name. Every rank writes its own ranges.
-
-    Args:
-        model: sharded or not, or a wrapper.
-        tokenizer: tokenizer or processor to save with the adapters, or None.
-        output_dir: the folder, on a file system that all ranks share; files of an earlier export are replaced.
-        dtype: dtype of floating-point parameters in the files; see `save_model`.
-        further: writes further files of the same export; None for none.
-        **kwargs: push_to_hub and its arguments; see `save_model`.
-
-    Raises:
-        CheckpointError: on every rank: the model contains no peft model or several, it trains parameters other than
-            its adapters, an argument is unknown or not supported for adapters, or a file cannot be written.
+    The content is bitwise equal to that of peft's ``save_pretrained``, including ``modules_to_save`` and biases. The
+    adapter "default" is written to the folder itself, any other adapter to a subfolder of its name.
     """
     with all_or_none("export", CheckpointError):
-        root = unwrap_model(model)
-        check_usable(root)
-        check_tokenizer(root, tokenizer)
+        root, staged = _begin(model, tokenizer, output_dir, kwargs)
         name = class_name(root)
-        staged = StagedFolder(Path(output_dir).expanduser())
-        _check_arguments(kwargs)
         if kwargs.get("variant") or not kwargs.get("save_original_format", True):
             raise CheckpointError(
                 "cannot export adapters: variant or save_original_format=False is given, expected neither. Leave both "
                 "out."
             )
-        reshard(root)
     adapters, tensors = AdapterFiles.of(root)
     regions = {adapter: _cast(stored, dtype) for adapter, stored in adapters.regions.items()}
     files = {
@@ -332,11 +267,7 @@ def _write(
 
 
 def _check_output_dir(tokenizer: object, output_dir: object) -> None:
-    """Check that the folder of `save_model` is given, and is a path.
-
-    Raises:
-        ArgumentError: it is not. A path in the place of the tokenizer is left to `check_tokenizer`.
-    """
+    """Check the folder of `save_model`; a path in the place of the tokenizer is left to `check_tokenizer`."""
     is_path_as_tokenizer = isinstance(tokenizer, str | PathLike)
     if output_dir is None and is_path_as_tokenizer:
         raise ArgumentError(
@@ -355,12 +286,14 @@ def _check_output_dir(tokenizer: object, output_dir: object) -> None:
         )
 
 
-def _check_arguments(kwargs: Mapping[str, Any]) -> None:
-    """Check the arguments of ``save_pretrained``.
-
-    Raises:
-        CheckpointError: an argument is unknown, or asks for another format than safetensors.
-    """
+def _begin(
+    model: nn.Module, tokenizer: Any, output_dir: str | Path, kwargs: Mapping[str, Any]
+) -> tuple[nn.Module, StagedFolder]:
+    """Check the arguments of an export, and reshard the model; return it without wrappers, and the folder."""
+    root = unwrap_model(model)
+    check_usable(root)
+    check_tokenizer(root, tokenizer)
+    staged = StagedFolder(Path(output_dir).expanduser())
     for name, value in kwargs.items():
         if name not in _KNOWN:
             raise CheckpointError(
@@ -371,6 +304,8 @@ def _check_arguments(kwargs: Mapping[str, Any]) -> None:
             raise CheckpointError(
                 "cannot export: safe_serialization is False, expected True. Leave it out: all files are safetensors."
             )
+    reshard(root)
+    return root, staged
 
 
 def _in_bytes(size: int | str) -> int:

@@ -3,9 +3,8 @@
 Input: a model on meta or with memory, sharded or not, and the path of its weights. Output: the same model with values,
 and a report.
 
-Steps: read headers; find the file ranges of each tensor; compare tied weights in the files; compare the plan across
-ranks; allocate memory; read in parallel; broadcast to the replicas; initialise the tensors that no file contains. The
-checks of headers and tied weights are made before the model changes.
+Headers and tied weights are checked, and the plan is compared across ranks, before the model changes. Then it gets
+memory, ranks read in parallel and broadcast to replicas, and tensors that no file contains are initialised.
 """
 
 from __future__ import annotations
@@ -22,21 +21,16 @@ from fsdp2_strategy.distributed.agreement import all_or_none, check_equal
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import current_device
+from fsdp2_strategy.distributed.torch_internals import storage_address
 from fsdp2_strategy.errors import CheckpointError, counted, some
 from fsdp2_strategy.hf.load_plan import LoadReport, Target, check_ties, match_tensors, tensor_at
-from fsdp2_strategy.hf.meta.initialize import (
-    PlainWithoutValues,
-    TensorWithoutValues,
-    initialize,
-    recording_digests,
-)
+from fsdp2_strategy.hf.meta.initialize import PlainWithoutValues, TensorWithoutValues, initialize, recording_digests
 from fsdp2_strategy.hf.meta.plain_tensors import PlainTensor, references_by_tensor
 from fsdp2_strategy.hf.meta.recorded_init import (
     forget,
     is_recording,
     recorded_plain_tensor,
     recorded_tensor,
-    storage_of,
     was_recorded,
 )
 from fsdp2_strategy.hf.mismatches import LOAD_WEIGHTS, PREPARE_MODEL, Advice
@@ -87,9 +81,7 @@ def load_weights(model: nn.Module, path: str | Path | None = None, *, strict: bo
 def load_pretrained(model: nn.Module) -> LoadReport:
     """Load the weights of a model that was built under `init_on_meta`, as ``from_pretrained`` would; collective.
 
-    If the files lack the tensors of a head, a pooler or another module outside of the layers, these tensors are
-    initialised and named in the log. If the files lack a layer of the base model, or a part of a layer, an error is
-    raised.
+    Tensors of a head, a pooler or another module outside of the layers may be missing: they are initialised and logged.
     """
     return _load(model, None, allowed_missing="heads", advice=PREPARE_MODEL)
 
@@ -122,21 +114,11 @@ def _load(model: nn.Module, path: str | Path | None, *, allowed_missing: str, ad
             _check_replaced(root, targets, known)
         with Reader("comparing tied weights") as reader:
             check_ties(targets, reader)
-    facts = [
-        (
-            t.name,
-            is_uninitialised(t.tensor),
-            [(s.name, s.offset, s.dtype, s.shape) for r in t.regions for s in sources_of(r)],
-        )
-        for t in targets
-    ]
+    entries = [[(s.name, s.offset, s.dtype, s.shape) for r in t.regions for s in sources_of(r)] for t in targets]
+    facts = [(t.name, is_uninitialised(t.tensor), own) for t, own in zip(targets, entries, strict=True)]
     check_equal(f"load {name}", facts, CheckpointError, "the same files on all ranks. Give every rank the same folder.")
-    check_equal(
-        f"load {name}",
-        recording_digests(to_initialise, plain),
-        CheckpointError,
-        "constructors that do the same on every rank. Give torch, NumPy and Python the same seed on all ranks.",
-    )
+    fix = "constructors that do the same on every rank. Give torch, NumPy and Python the same seed on all ranks."
+    check_equal(f"load {name}", recording_digests(to_initialise, plain), CheckpointError, fix)
     with all_or_none(f"load {name}", CheckpointError):
         count_change(root)
         materialize(root, current_device())
@@ -212,23 +194,11 @@ def _is_in_module_without_values(reference: PlainTensor, root: nn.Module) -> boo
 def _plain_tensors(
     name: str, references: Sequence[list[PlainTensor]], targets: Sequence[Target]
 ) -> tuple[list[tuple[PlainTensor, Target]], list[PlainWithoutValues]]:
-    """Return what to do with the plain meta tensors of a model; see [Note: plain tensors].
-
-    Args:
-        name: the name of the model.
-        references: for each plain tensor, all references to it.
-        targets: the parameters and buffers of the model.
-
-    Returns:
-        References that are other names of parameters and buffers, and plain tensors to compute.
-
-    Raises:
-        CheckpointError: the values of a plain tensor cannot be computed.
-    """
+    """Return plain meta tensors that are registered tensors, and those to compute; see [Note: plain tensors]."""
     registered = {id(target.tensor): target for target in targets}
-    # Sharding has replaced the parameters, but not other references to the tensors that they were.
+    # Sharding replaced the parameters, but not other references to the earlier tensors.
     before = {
-        storage_of(recorded.meta)
+        storage_address(recorded.meta)
         for target in targets
         if isinstance(target.tensor, nn.Parameter)
         for module, key in target.registrations
@@ -244,12 +214,12 @@ def _plain_tensors(
             aliases += [(each, target) for each in group]
         elif recorded is None:
             reason = "was not made in an init_on_meta block, or was changed after it"
-        elif storage_of(recorded.meta) in before:
+        elif storage_address(recorded.meta) in before:
             reason = "is a parameter of the model, or a view of one, which is sharded under its own name only"
         elif first.tensor.grad_fn is not None:
             reason = "has an autograd graph"
         else:
-            reason = recorded.recording.unknown(storage_of(recorded.meta))
+            reason = recorded.recording.unknown(storage_address(recorded.meta))
             reason = f"has values that {reason}" if reason else ""
             plain.append(PlainWithoutValues(recorded, group))
         if reason:
@@ -273,11 +243,7 @@ def _empty(target: Target) -> TensorWithoutValues:
 
 
 def _check_unchanged(targets: Sequence[Target]) -> None:
-    """Raise if a tensor whose values are in files was changed on meta: the load would silently undo the change.
-
-    Raises:
-        CheckpointError: a tensor was changed; the message names the tensor.
-    """
+    """Raise if a tensor whose values are in files was changed on meta: the load would silently undo the change."""
     for target in targets:
         recorded = [recorded_tensor(module, key) for module, key in target.registrations]
         if target.regions and any(r is not None and r.changed_since_init and not r.copied_from for r in recorded):
@@ -290,10 +256,7 @@ def _check_unchanged(targets: Sequence[Target]) -> None:
 def _check_replaced(
     root: nn.Module, targets: Sequence[Target], known: Mapping[nn.Module, tuple[WeightsSource, str]]
 ) -> None:
-    """Raise if a tensor that has taken the place of a pretrained one was made on meta after the block.
-
-    It may be a copy of a tensor that had no values, of which nothing is recorded.
-    """
+    """Raise if a tensor in the place of a pretrained one was made on meta after the block: it may be a lost copy."""
     paths = {module: path for path, module in root.named_modules()}
     for target in targets:
         if target.origin is not None or target.regions or not is_uninitialised(target.tensor):

@@ -83,14 +83,11 @@ def match_tensors(
     Args:
         root: the model.
         known: for each module whose values are in files, their origin, and the module's name in the origin's model.
-        allowed_missing: which tensors the files may lack: ``"nothing"``, ``"anything"``, or ``"heads"``: tensors
-            outside the layers of a base model. ``"nothing"`` also forbids tensors that the model does not have.
+        allowed_missing: ``"anything"``, ``"heads"`` (tensors outside the layers of a base model), or ``"nothing"``,
+            which also forbids tensors that the model does not have.
         advice: the ends of error messages.
         is_folder_given: whether the files are others than those that the model was built from. A copy of a tensor then
             gets its values from these files, under its own name.
-
-    Raises:
-        CheckpointError: files are missing or invalid; names or shapes do not match.
     """
     recipes: dict[WeightsSource, Recipe] = {}
     for origin, _ in (*known.values(), *(() if is_folder_given else _copied(root))):
@@ -153,11 +150,7 @@ def _copied(root: nn.Module) -> Iterator[tuple[WeightsSource, str]]:
 def _regions_of_source(
     target: Target, recipes: Mapping[WeightsSource, Recipe], ties: dict[WeightsSource, dict[str, list[str]]]
 ) -> Iterator[Region]:
-    """Yield the region of the tensor that a target was copied from, if the files have no values for its own name.
-
-    In the model of the files, it may have been tied to another tensor, of which the files contain the values. It may
-    also be a recorded copy of a tensor.
-    """
+    """Yield the region of the tensor that a target was tied to in the model of the files, or is a recorded copy of."""
     recorded = [found for module, key in target.registrations if (found := recorded_tensor(module, key))]
     sources = [found.copied_from for found in recorded if found.copied_from is not None]
     if target.origin is not None and all(each.copied_from or not each.changed_since_init for each in recorded):
@@ -227,10 +220,9 @@ def _check_names(
 
 
 def _is_in_base_model_layer(target: Target, targets: Sequence[Target]) -> bool:
-    """Return whether a tensor belongs to a layer of the base model, and not to a head or a pooler.
+    """Return whether a tensor is inside the base model, and not in a head or a pooler.
 
-    True if the tensor is inside the base model, and either its name contains a layer number or the files contain other
-    tensors of its module.
+    Its name contains the number of a layer, or the files contain other tensors of its module.
     """
     model = target.origin.model if target.origin else None
     prefix = getattr(model, "base_model_prefix", "")
@@ -242,11 +234,7 @@ def _is_in_base_model_layer(target: Target, targets: Sequence[Target]) -> bool:
 
 
 def check_ties(targets: Sequence[Target], reader: Reader) -> None:
-    """Compare the values of tensors that the files contain under several names, on this rank's shards.
-
-    Raises:
-        CheckpointError: the values differ.
-    """
+    """Compare the values of tensors that the files contain under several names, on this rank's shards."""
     for target in targets:
         for region in target.regions[1:]:
             for own in read_requests_for(target.name, region, target.tensor):

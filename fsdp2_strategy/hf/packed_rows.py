@@ -63,15 +63,7 @@ def _change(
 
 
 def with_documents_apart(inputs: Mapping[str, Any], *, has_cache: bool = True) -> dict[str, Any] | None:
-    """Return the arguments with which a model keeps packed documents apart; not collective.
-
-    Args:
-        inputs: the arguments of a model's forward, by name.
-        has_cache: whether the model has the argument ``use_cache``.
-
-    Returns:
-        None if no row is packed, or if ``inputs`` keep documents apart already.
-    """
+    """Return the arguments with which a model keeps packed documents apart; None if ``inputs`` need no change."""
     positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
     is_apart = mask is None and (not has_cache or inputs.get("use_cache") is False)
     has_other_mask = mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 2)

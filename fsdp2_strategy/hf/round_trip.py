@@ -33,14 +33,7 @@ _MAX_PARTS = 10_000
 def round_trips(
     skeleton: Any, regions: Mapping[str, Region], tensors: Mapping[str, torch.Tensor], *, converted: bool = True
 ) -> bool:
-    """Return whether a load of files with these regions restores every tensor.
-
-    Args:
-        skeleton: meta skeleton of the model.
-        regions: the tensors of the files, by their names there; the sources are names of the model's tensors.
-        tensors: the model's tensors by name, each once.
-        converted: whether a load applies transformers' conversions.
-    """
+    """Return whether a load of files with these regions, whose sources are model tensors, restores every tensor."""
     entries = {name: Entry(name, Path(), 0, region.dtype, tuple(region.shape)) for name, region in regions.items()}
     try:
         recipe = recipe_for(
@@ -65,14 +58,7 @@ def round_trips(
 
 
 def _is_own(name: str, strides: Sequence[int], piece: Piece, written: Mapping[str, Region]) -> bool:
-    """Return whether a piece of a loaded tensor is read from the place where the tensor's own values are saved.
-
-    Args:
-        name: name of the tensor.
-        strides: strides of the tensor, in elements.
-        piece: a piece of the loaded tensor; its source is an entry of a file, or is computed from entries.
-        written: by entry name, the region whose values the save writes.
-    """
+    """Return whether a piece of a loaded tensor is read from the place where the tensor's own values are saved."""
     if isinstance(piece.source, Computed):
         entries = itertools.chain.from_iterable(map(sources_of, piece.source.regions()))
         held = [written[entry.name] for entry in entries]
@@ -102,9 +88,8 @@ def _is_own(name: str, strides: Sequence[int], piece: Piece, written: Mapping[st
 def _location_in_model(part: Piece, in_file: Region) -> tuple[Any, int, list[int]] | None:
     """Return the location in the model of the values that are saved where a load reads ``part``.
 
-    The location is the name of a tensor, the offset of the part's first element in it, and the stride of each dimension
-    of the part that is longer than 1. None if the part must be split further, because no affine map takes the full part
-    to one piece of ``in_file``.
+    It is the name of a tensor, the offset of the part's first element in it, and the stride of each dimension longer
+    than 1. None if the part must be split further, because no affine map takes it to one piece of ``in_file``.
     """
     file_strides = row_major(in_file.shape)
     longer = [(s, n) for s, n in zip(part.strides, part.shape, strict=True) if n > 1]

@@ -1,8 +1,7 @@
 """Plan a save: the names and layout of a model's tensors in files, and the byte ranges that this rank writes.
 
-Input: a model, sharded or not. Output: the regions of the files, from which `output_files` creates the files, and write
-requests for `write`. The plan follows from names, shapes, dtypes and placements alone, so ranks plan without
-communication.
+Input: a model, sharded or not. Output: the regions of the files, from which `storage.output_files` creates the files.
+The plan follows from names, shapes, dtypes and placements alone, so ranks plan without communication.
 """
 
 from __future__ import annotations
@@ -34,15 +33,7 @@ from fsdp2_strategy.storage.shares import needs_gather
 
 
 def tensors_to_write(root: nn.Module, skeleton: nn.Module | None = None) -> dict[str, torch.Tensor]:
-    """Return the tensors to write, each once; a tied tensor gets the name that loading expects.
-
-    Args:
-        root: a model.
-        skeleton: its meta skeleton, if one exists already.
-
-    Raises:
-        CheckpointError: a tensor has no values yet.
-    """
+    """Return the tensors to write, each once; a tied tensor gets the name that loading expects."""
     structure, held = _structure_of(root)
     cached = model_state(root).get(_NAMES)
     if cached is not None and cached[0] == structure:
@@ -68,7 +59,7 @@ _NAMES = Slot[tuple[list[object], dict[str, int]]]("names in files")
 def _structure_of(root: nn.Module) -> tuple[list[object], list[torch.Tensor]]:
     """Return the facts that decide the names of a model's tensors in files, and its tensors in a fixed order.
 
-    Comparing facts is much cheaper than a meta skeleton and two state dicts, so names are cached until a fact changes.
+    Names are cached until a fact changes: comparing facts is much cheaper than a meta skeleton and two state dicts.
     """
     structure: list[object] = []
     held: list[torch.Tensor] = []
@@ -105,14 +96,9 @@ def _find_tensors(root: nn.Module, skeleton: Any) -> dict[str, torch.Tensor]:
 def regions_to_write(
     skeleton: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None, *, hub_names: bool = True
 ) -> dict[str, Region]:
-    """Return the region of each tensor in the files, by its name there.
+    """Return the region of each tensor in the files, by its name there, which is the model's own without ``hub_names``.
 
-    Args:
-        skeleton: meta skeleton of the model.
-        tensors: the model's tensors by name, each once.
-        dtype: dtype of floating-point parameters in the files; by default their own. Parameters that transformers
-            keeps in a fixed dtype are stored in that dtype.
-        hub_names: use Hugging Face names and layout for a transformers model.
+    Floating-point parameters are cast to ``dtype``, except those that transformers keeps in a fixed dtype.
     """
     transformers_model = is_transformers_model(skeleton)
     if transformers_model and hub_names:
@@ -150,9 +136,6 @@ def choose_layout(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> TensorL
     2. Hugging Face names for all tensors, which may need a gather;
     3. the model's own names;
     4. the model's own names, and a mark in the headers that disables conversions. ``from_pretrained`` ignores the mark.
-
-    Raises:
-        CheckpointError: none of them passes.
     """
     hub = regions_to_write(skeleton, tensors)
     own = {name: Region.of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}

@@ -1,11 +1,8 @@
 """Build the meta skeleton of a model: the same module tree with the original classes, unsharded, without values.
 
-Input: a model, sharded or not. Output: a copy of its module tree on the meta device. Code of other libraries may
-inspect and change the copy.
-
-`fully_shard` replaces the classes of modules and makes parameters DTensors. Code that depends on the class, names or
-shapes of a model (transformers' conversions, initialisation and saving) does not handle this. Such code gets the meta
-skeleton instead, and the model itself is not changed.
+Input: a model, sharded or not. Output: a copy of its module tree on the meta device. Code of other libraries that
+depends on classes, names or shapes (transformers' conversions, initialisation, saving) does not handle `fully_shard`,
+which replaces classes and makes parameters DTensors. It may inspect and change the copy instead.
 """
 
 from __future__ import annotations
@@ -25,12 +22,7 @@ _LEFT_OUT = (ATTACHED, "__deepcopy__", *ATTRIBUTES_OF_FSDP, *ATTRIBUTES_OF_AN_IN
 
 
 def meta_skeleton(model: nn.Module, replacement_of: Callable[[torch.Tensor], torch.Tensor] | None = None) -> nn.Module:
-    """Copy a module tree, and replace all parameters and buffers; tied tensors stay tied; not collective.
-
-    Args:
-        model: any module.
-        replacement_of: returns the replacement for a parameter or buffer; by default a meta tensor of its global shape.
-    """
+    """Copy a module tree, and replace each tensor, by default by a meta tensor of its global shape; keep ties."""
     tensors: dict[int, torch.Tensor] = {}
 
     def tensor(original: torch.Tensor | None) -> torch.Tensor | None:
@@ -78,10 +70,7 @@ def _copy_tree(
 
 
 def _is_copied(name: str, value: object, cls: type[nn.Module]) -> bool:
-    """Return whether an attribute is copied.
-
-    A callable that shadows a method is not copied, because it may be bound to the original.
-    """
+    """Return whether an attribute is copied; a callable that shadows a method may be bound to the original."""
     shadows = callable(value) and callable(getattr(cls, name, None))
     return not (name in _LEFT_OUT or name.startswith(STATE_OF_FSDP) or shadows)
 

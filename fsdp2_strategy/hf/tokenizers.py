@@ -18,15 +18,7 @@ from fsdp2_strategy.model.fsdp_state import class_name
 
 
 def check_tokenizer(model: nn.Module, tokenizer: Any) -> None:
-    """Check that a tokenizer can be saved, and warn if it has more tokens than the model has embeddings.
-
-    Args:
-        model: the model that it is saved with.
-        tokenizer: a tokenizer, a processor or another object with ``save_pretrained``; None is accepted.
-
-    Raises:
-        CheckpointError: it has no method ``save_pretrained``.
-    """
+    """Check that a tokenizer can be saved, and warn if it has more tokens than the model has embeddings."""
     if tokenizer is None:
         return
     if not callable(getattr(tokenizer, "save_pretrained", None)):

@@ -1,11 +1,18 @@
-"""Find transformers models within a module.
+"""Find transformers models within a module, and write their configuration.
 
-Input: a module. Output: whether it is a transformers model, or the transformers models that it contains.
+Input: a module. Output: whether it is a transformers model, the transformers models that it contains, or files.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 from torch import nn
+
+from fsdp2_strategy.storage.regions import Region
 
 
 def is_transformers_model(model: nn.Module) -> bool:
@@ -31,3 +38,20 @@ def outermost_models(root: nn.Module, name: str = "") -> dict[str, nn.Module]:
     for child_name, child in root.named_children():
         found |= outermost_models(child, f"{name}.{child_name}" if name else child_name)
     return found
+
+
+def write_configuration(folder: Path, skeleton: Any, regions: Mapping[str, Region]) -> None:
+    """Write the configuration files that ``from_pretrained`` reads; no-op if it is not a transformers model."""
+    if not is_transformers_model(skeleton):
+        return
+    config = copy.deepcopy(skeleton.config)
+    floating = [region.dtype for region in regions.values() if region.dtype.is_floating_point]
+    config.dtype = str(floating[0]).removeprefix("torch.") if floating else config.dtype
+    config.architectures = [type(skeleton).__name__]
+    if skeleton.is_remote_code():
+        from transformers.dynamic_module_utils import custom_object_save  # noqa: PLC0415
+
+        custom_object_save(skeleton, folder, config=config)
+    config.save_pretrained(folder)
+    if skeleton.can_generate():
+        skeleton.generation_config.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Find the files that contain a model's weights in a Hugging Face folder.
+"""Find the files that contain a model's weights in a Hugging Face folder, and write their index.
 
 Input: a folder, a file or an index. Output: a `WeightsSource` for `load`: the files, and a meta skeleton of the model
 that they belong to.
@@ -6,7 +6,8 @@ that they belong to.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from fsdp2_strategy.hf.skeleton import meta_skeleton
 from fsdp2_strategy.hf.transformers_models import is_transformers_model
 from fsdp2_strategy.model.state import Slot, attach, attached
 from fsdp2_strategy.storage.file_reads import read_file
+from fsdp2_strategy.storage.json_files import write_text
+from fsdp2_strategy.storage.output_files import File, index_of
 from fsdp2_strategy.storage.safetensors_format import OWN_NAMES, Entry, read_header_and_metadata
 from fsdp2_strategy.storage.schema import InvalidError, file_name, mapping, parse_json, record, tensor_name
 
@@ -37,7 +40,6 @@ class WeightsSource:
     """Meta skeleton of the model that the files belong to; its tensors have the requested dtypes."""
     files: tuple[Path, ...]
     index: Path | None = None
-    """The index that lists the files, if there is one."""
     conversions: list[Any] | None = None
     """transformers' weight conversions; None if the files use the model's own names."""
     ignore_mismatched_sizes: bool = False
@@ -80,9 +82,6 @@ def open_folder(
         has_model_names: whether the files use the model's own names, including adapters, instead of Hugging Face names.
         has_adapters: whether the files contain the model's adapters in addition to the weights of the base model.
         belongs: whether a file in the folder belongs to it, and was not put there by others.
-
-    Raises:
-        CheckpointError: the folder does not exist, it contains no weights, or its index is invalid.
     """
     path = Path(path).expanduser()
     chosen = path
@@ -105,15 +104,12 @@ def open_folder(
 
 def source_of_weights(skeleton: nn.Module) -> WeightsSource:
     """Return an origin for a model's meta skeleton, with its weight conversions but without files."""
-    return WeightsSource(model=skeleton, files=(), conversions=_conversions(skeleton))
+    conversions: list[Any] | None = None
+    if is_transformers_model(skeleton):
+        from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
 
-
-def _conversions(model: Any) -> list[Any] | None:
-    if not is_transformers_model(model):
-        return None
-    from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
-
-    return list(get_model_conversion_mapping(model))
+        conversions = list(get_model_conversion_mapping(skeleton))  # type: ignore[arg-type]
+    return WeightsSource(model=skeleton, files=(), conversions=conversions)
 
 
 def folder_of(model: nn.Module) -> Path | None:
@@ -126,17 +122,19 @@ def folder_of(model: nn.Module) -> Path | None:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Read an index, and return the file name of each tensor.
-
-    Raises:
-        CheckpointError: the file cannot be read or is not an index.
-    """
+    """Read an index, and return the file name of each tensor."""
     try:
         index = parse_json(read_file(path, INDEX_BYTES, follow_link=True), _INDEX)
     except (OSError, InvalidError) as error:
         text = error.strerror or str(error) if isinstance(error, OSError) else str(error)
         raise CheckpointError(f"cannot read {path}: {text}, expected an index. Copy or download it again.") from error
     return dict(index["weight_map"])
+
+
+def write_index(folder: Path, files: Sequence[File], index_name: str = INDEX) -> None:
+    """Write the index of several files; no-op if there is only one."""
+    if len(files) > 1:
+        write_text(folder / index_name, json.dumps(index_of(files), indent=2) + "\n")
 
 
 def _plain_name(value: Any) -> None:
@@ -149,11 +147,7 @@ _INDEX = record({"weight_map": mapping(tensor_name, _plain_name)})
 
 
 def read_headers(origin: WeightsSource) -> tuple[WeightsSource, dict[str, Entry]]:
-    """Return the origin and the location of each tensor. Drop the conversions if a header is marked with `OWN_NAMES`.
-
-    Raises:
-        CheckpointError: a file is missing or invalid, or the index does not match the files.
-    """
+    """Return the location of each tensor, and the origin: without conversions if files are marked `OWN_NAMES`."""
     index = read_index(origin.index) if origin.index else {}
     if missing := sorted(set(index.values()) - {file.name for file in origin.files}):
         raise CheckpointError(

@@ -19,7 +19,7 @@ would change the batch size silently, so this is an error. It names the two ways
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
@@ -37,10 +37,7 @@ from fsdp2_strategy.optim.step_sums import MicroBatchSums
 
 @dataclass
 class LossScale:
-    """Dynamic loss scale, which keeps float16 gradients from underflowing.
-
-    It doubles after ``interval`` successive steps with finite gradients, and halves (down to 1) after a step without.
-    """
+    """Loss scale for float16: doubles after ``interval`` successive finite steps, halves after any other step."""
 
     value: float = 2.0**16
     interval: int = 2000
@@ -49,14 +46,11 @@ class LossScale:
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> LossScale:
-        """Return the scale that a checkpoint has, in the form of ``asdict``.
-
-        Raises:
-            CheckpointError: the values are not those of a scale.
-        """
+        """Return the scale that a checkpoint has, in the form of ``asdict``."""
         value, counts = saved.get("value"), [saved.get("interval"), saved.get("good_steps")]
         is_scale = type(value) in (int, float) and value is not None and 0 < value < math.inf
-        if saved.keys() != {"value", "interval", "good_steps"} or not is_scale or not _are_counts(counts):
+        are_counts = all(type(count) is int and 0 <= count < 1 << 62 for count in counts)
+        if saved.keys() != {"value", "interval", "good_steps"} or not is_scale or not are_counts:
             raise CheckpointError(
                 f"cannot restore the loss scale: it is {shown(saved)}, expected value, interval and good_steps. Load "
                 "another checkpoint."
@@ -72,10 +66,6 @@ class LossScale:
             self.value, self.good_steps = self.value * 2, 0
 
 
-def _are_counts(values: Sequence[object]) -> bool:
-    return all(type(value) is int and 0 <= value < 1 << 62 for value in values)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ReducedStep:
     """What ranks exchange for an optimizer step, in one all-reduce."""
@@ -87,9 +77,7 @@ class ReducedStep:
     loss: float
     tokens: int | None
     have_buffers_changed: bool
-    """Whether buffers have changed on any rank."""
     has_equal_losses: bool
-    """Whether all ranks had the same loss."""
 
 
 @dataclass
@@ -108,7 +96,6 @@ class Accumulation:
     size_of_step: int | None = 1
     """Number of micro-batches of the step of the latest backward pass; None if the caller decides when to step."""
     steps: int = 0
-    """Optimizer steps taken."""
     scale: LossScale | None = None
     """Loss scale of float16 training; None for other dtypes."""
     checked_optimizer: ref[Optimizer] | None = None
@@ -116,17 +103,20 @@ class Accumulation:
     stepped_schedule: tuple[ref[LRScheduler], int | None] | None = None
     """The schedule of the latest step, and its position after it; None without a schedule, or after a load."""
     has_said_stepped_twice: bool = False
-    """Whether a warning has said that the program steps the schedule, too."""
     steps_with_equal_losses: int = 0
     """Successive steps in which all ranks had the same loss, though their batches should differ."""
     has_said_equal_losses: bool = False
-    """Whether a warning has said that all ranks have the same loss."""
     last_sync: bool | None = None
     """The ``is_last`` of the latest `_set_gradient_sync` in `backward`; None (no call yet) acts like True."""
     sums: MicroBatchSums = field(default_factory=MicroBatchSums)
     """Loss and tokens of these micro-batches; the first backward pass of a step starts new sums."""
     reduced: ReducedStep | None = None
     """What ranks have exchanged for the coming step, if gradients were clipped since the last backward pass."""
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor that the loss scale adds to the loss; 1 without one."""
+        return self.scale.value if self.scale else 1.0
 
     @property
     def is_pending(self) -> bool:
@@ -171,19 +161,20 @@ class Accumulation:
             self.backward_passes += 1
 
     def end_micro_batch(self, rule: AccumulationRule, count: int, name: str) -> bool:
-        """Count a call of ``optimizer_step`` for the model ``name``, and return whether it must step.
-
-        Raises:
-            StepError: there was no backward pass since the last call; or, with the rule "auto", it is unknown whether
-                the backward passes are micro-batches, or losses of one.
-        """
+        """Count a call of ``optimizer_step``, and return whether it must step; raise if that cannot be known."""
         size = self.size(rule, count)
         if not self._ends_with_backward(rule):
             if not self.backward_passes:
                 since = "the last call of optimizer_step" if self.micro_batches else "its last step"
                 raise _no_backward(name, since)
             if rule == "auto" and count > 1 and not self.micro_batches and self.backward_passes % count == 0:
-                raise _ambiguous(name, self.backward_passes, count)
+                passes = self.backward_passes
+                raise StepError(
+                    f"cannot step {name!r}: backward was called {passes} times before optimizer_step, and a step has "
+                    f"{count} micro-batches: these may be {passes} micro-batches, or {passes} losses of one, expected "
+                    f"to know which. For micro-batches, put the loop into 'with strategy.accumulate({passes}):', or "
+                    "set accumulation='backward'. For losses, set accumulation='optimizer_step'."
+                )
             if self.is_last(rule, count):
                 return True  # counted by `reset` after the step, so that a step that fails can be called again
             self.micro_batches, self.backward_passes = self.micro_batches + 1, 0
@@ -200,15 +191,6 @@ def _no_backward(name: str, since: str) -> StepError:
     return StepError(
         f"cannot step {name!r}: no backward pass since {since}, expected at least one. Call "
         "strategy.backward(loss, model, optimizer) instead of loss.backward()."
-    )
-
-
-def _ambiguous(name: str, passes: int, count: int) -> StepError:
-    return StepError(
-        f"cannot step {name!r}: backward was called {passes} times before optimizer_step, and a step has {count} "
-        f"micro-batches: these may be {passes} micro-batches, or {passes} losses of one, expected to know which. For "
-        f"micro-batches, put the loop into 'with strategy.accumulate({passes}):', or set accumulation='backward'. For "
-        "losses, set accumulation='optimizer_step'."
     )
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from fsdp2_strategy.distributed.equal_values import digest_numbers, is_equal
+from fsdp2_strategy.distributed.equal_values import is_equal
 from fsdp2_strategy.distributed.process_group import group_in_use, ranks_of, world_size
 from fsdp2_strategy.errors import StepError
 from fsdp2_strategy.optim.accumulation import Accumulation
@@ -24,13 +24,7 @@ _DIGITS = 9
 
 
 def numbers_of_step(own: Accumulation, optimizer: Optimizer | None, max_norm: float) -> dict[str, object]:
-    """Return the numbers that must be equal on all ranks in an optimizer step, by their names; not collective.
-
-    Args:
-        own: the accumulation state of the model.
-        optimizer: the optimizer of the step; None if it is not known yet.
-        max_norm: norm to clip to.
-    """
+    """Return the numbers that must be equal on all ranks in an optimizer step, by their names; not collective."""
     numbers: dict[str, object] = {
         "max_norm": _rounded(max_norm),
         "num_items_in_batch": own.sums.passed_items,
@@ -44,15 +38,7 @@ def numbers_of_step(own: Accumulation, optimizer: Optimizer | None, max_norm: fl
 
 
 def check_equal_numbers(sums: Sequence[float], numbers: Mapping[str, object]) -> None:
-    """Raise on every rank if the numbers of a step differ between ranks; collective only in that case.
-
-    Args:
-        sums: the sums over all ranks of ``digest_numbers(numbers)``.
-        numbers: this rank's numbers.
-
-    Raises:
-        StepError: they differ. The message names the first of them, with the value of each rank.
-    """
+    """Raise on every rank if the sums of their digests show that numbers differ; collective only in that case."""
     if is_equal(sums, world_size()):
         return
     of_ranks: list[Mapping[str, object]] = [numbers] * world_size()
@@ -75,11 +61,6 @@ _FIXES = {
     "the number of micro-batches": "Declare the same number of micro-batches on all ranks.",
     "the number of backward passes": "Call backward equally often on all ranks, also if a rank has no data.",
 }
-
-
-def digest_of(numbers: Mapping[str, object]) -> list[float]:
-    """Return what the all-reduce carries for `check_equal_numbers`; not collective."""
-    return digest_numbers(sorted(numbers.items()))
 
 
 def _is_compared(key: str, value: object) -> bool:

@@ -174,12 +174,5 @@ def _sources(root: nn.Module) -> dict[str, torch.Tensor]:
 
 def _local_values_for(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Shard ``source`` like ``target``, and return this rank's shard; collective if they are not sharded equally."""
-    if _same_sharding(target, source):
-        return values_of(source)
-    return local_shard(target).of(full_tensor_of(source))
-
-
-def _same_sharding(target: torch.Tensor, source: torch.Tensor) -> bool:
-    if not isinstance(target, DTensor) or not isinstance(source, DTensor):
-        return not isinstance(target, DTensor) and not isinstance(source, DTensor)
-    return target.device_mesh == source.device_mesh and target.placements == source.placements
+    wanted, given = ((t.device_mesh, t.placements) if isinstance(t, DTensor) else None for t in (target, source))
+    return values_of(source) if wanted == given else local_shard(target).of(full_tensor_of(source))

@@ -10,7 +10,7 @@ import inspect
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -103,15 +103,17 @@ def build_optimizer(
     """
     model = unwrap_model(model)
     check_own_weights(model, "build an optimizer", OptimizerError)  # master weights would be averages
-    _check_options({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **kwargs})
+    options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    options = {name: value for name, value in options.items() if value is not None} | kwargs
+    _check_options(options)
     if not callable(optimizer_cls) or isinstance(optimizer_cls, Optimizer):
         shown = repr(optimizer_cls) if isinstance(optimizer_cls, str | None) else f"a {type(optimizer_cls).__name__}"
         raise OptimizerError(
             f"cannot build an optimizer: optimizer_cls is {shown}, expected a class of optimizers. Pass the class, for "
             "example optimizer_cls=torch.optim.AdamW."
         )
-    _check_patterns("no_decay", no_decay)
-    param_groups = _checked_groups(param_groups)
+    _check_no_decay(no_decay)
+    given = _checked_groups(param_groups)
     reshard(model)  # after a forward pass without backward, the root unit still has unsharded parameters
     trainable = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
     if not trainable:
@@ -119,11 +121,9 @@ def build_optimizer(
             f"cannot build an optimizer: no parameter of {class_name(model)} is trainable, expected at least one. "
             "Set requires_grad first."
         )
-    options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-    options = {name: value for name, value in options.items() if value is not None} | kwargs
     exempt = _exempt(model, trainable, no_decay)
     groups: list[dict[str, Any]] = []
-    for group in _resolve_groups(trainable, param_groups or ()):
+    for group in _resolve_groups(trainable, given):
         groups += _split_group(group, trainable, exempt)
     optimizer = _construct(optimizer_cls, groups, options)
     _log_groups(optimizer)
@@ -140,8 +140,7 @@ def _check_options(options: Mapping[str, Any], where: str = "") -> None:
     for name in ("lr", "eps", "weight_decay", "momentum"):
         if options.get(name) is not None:
             check_number(action, name, options[name], OptimizerError, minimum=0)
-    betas = options.get("betas")
-    if betas is None:
+    if (betas := options.get("betas")) is None:
         return
     if not isinstance(betas, tuple | list) or len(betas) < 2:
         raise OptimizerError(
@@ -151,27 +150,24 @@ def _check_options(options: Mapping[str, Any], where: str = "") -> None:
         check_number(action, "an element of betas", beta, OptimizerError, minimum=0, below=1)
 
 
-def _check_patterns(name: str, patterns: object) -> None:
+def _check_no_decay(patterns: object) -> None:
     """Raise OptimizerError unless patterns are a list of strings; a string would be taken for its characters."""
-    is_list = isinstance(patterns, Iterable) and not isinstance(patterns, str | Mapping)
-    if patterns is not None and not (is_list and all(isinstance(each, str) for each in patterns)):  # type: ignore[attr-defined]
+    if patterns is not None and not (_is_list(patterns) and all(isinstance(each, str) for each in patterns)):
         raise OptimizerError(
-            f"cannot build an optimizer: {name} is {patterns!r}, expected a list of name patterns. Pass for example "
-            f"{name}=['bias', 'norm']."
+            f"cannot build an optimizer: no_decay is {patterns!r}, expected a list of name patterns. Pass for example "
+            "no_decay=['bias', 'norm']."
         )
 
 
-def _checked_groups(param_groups: Any) -> list[dict[str, Any]]:
-    """Return the parameter groups as dictionaries with lists of patterns and parameters.
+def _is_list(value: object) -> TypeGuard[Iterable[Any]]:
+    return isinstance(value, Iterable) and not isinstance(value, str | Mapping)
 
-    Raises:
-        OptimizerError: they are not mappings with "params", or have hyper-parameters that are not numbers.
-    """
+
+def _checked_groups(param_groups: Any) -> list[dict[str, Any]]:
+    """Return the parameter groups as dictionaries with lists of patterns and parameters."""
     if param_groups is None:
         return []
-    given = param_groups if isinstance(param_groups, list | tuple) else None
-    if given is None and isinstance(param_groups, Iterable) and not isinstance(param_groups, str | Mapping):
-        given = list(param_groups)
+    given = list(param_groups) if _is_list(param_groups) else None
     if given is None or not all(isinstance(group, Mapping) for group in given):
         shown = f"a {type(param_groups).__name__}" if given is None else f"a list with a {_first_kind(given)}"
         raise OptimizerError(
@@ -240,12 +236,12 @@ def _resolve_groups(
         group = dict(given)
         listed = group.pop("params", ())
         patterns = [entry for entry in listed if isinstance(entry, str)]
-        foreign = [p for p in listed if not isinstance(p, str) and id(p) not in name_of and p.requires_grad]
-        picked = {name_of[id(p)] for p in listed if not isinstance(p, str) and id(p) in name_of}
+        tensors = [entry for entry in listed if not isinstance(entry, str)]
+        foreign = [p for p in tensors if id(p) not in name_of and p.requires_grad]
+        picked = {name_of[id(p)] for p in tensors if id(p) in name_of}
         picked |= {name for name in trainable if matches(name, patterns)}
         label = group.get("name", i)
-        frozen = [p for p in listed if not isinstance(p, str) and not p.requires_grad]
-        if frozen:
+        if frozen := [p for p in tensors if not p.requires_grad]:
             log("parameter group %s: %s left out", label, counted(len(frozen), "frozen parameter"))
         if foreign or not picked:
             problem = f"{counted(len(foreign), 'parameter')} of another model" if foreign else "no trainable parameter"
@@ -272,22 +268,16 @@ def _split_group(group: dict[str, Any], trainable: dict[str, nn.Parameter], exem
     for name in group["params"]:
         no_decay = name in exempt and "weight_decay" not in group
         split[no_decay, _kernel_of(trainable[name])].append(trainable[name])
-    groups = []
-    for (no_decay, _), parameters in split.items():
-        if no_decay:
-            name = f"{group['name']}_no_decay" if "name" in group else "no_decay"
-            groups.append({**group, "params": parameters, "name": name, "weight_decay": 0.0})
-        else:
-            groups.append({**group, "params": parameters, "name": group.get("name", "decay")})
-    return groups
+    decayed = {"name": group.get("name", "decay")}
+    exempted = {"name": f"{group['name']}_no_decay" if "name" in group else "no_decay", "weight_decay": 0.0}
+    return [
+        {**group, "params": parameters, **(exempted if no_decay else decayed)}
+        for (no_decay, _), parameters in split.items()
+    ]
 
 
 def split_groups(optimizer: Optimizer) -> None:
-    """Split the groups of an optimizer without state by dtype and mesh, and name those without a name; not collective.
-
-    Raises:
-        OptimizerError: the class of the optimizer does not support sharded parameters.
-    """
+    """Split the groups of an optimizer without state by dtype and mesh, and name those without a name."""
     if isinstance(optimizer, _NO_DTENSOR):
         raise _no_dtensor(type(optimizer))
     groups = []
@@ -330,9 +320,9 @@ def _construct(
     optimizer_cls: Callable[..., Optimizer], groups: list[dict[str, Any]], options: dict[str, Any]
 ) -> Optimizer:
     known = inspect.signature(optimizer_cls).parameters
+    name = getattr(optimizer_cls, "__name__", "the optimizer")
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-    if not takes_any and (unknown := [name for name in options if name not in known]):
-        name = getattr(optimizer_cls, "__name__", "the optimizer")
+    if not takes_any and (unknown := [option for option in options if option not in known]):
         raise ArgumentError(
             f"cannot build an optimizer: {unknown[0]!r} is not an argument of {name}, "
             f"expected one of {', '.join(known)}.{did_you_mean(unknown[0], known)}"
@@ -340,21 +330,14 @@ def _construct(
     parameters = [p for group in groups for p in group["params"]]
     if optimizer_cls in _NO_DTENSOR and any(isinstance(p, DTensor) for p in parameters):
         raise _no_dtensor(optimizer_cls)
-    if options.keys() & {"fused", "foreach"} or "foreach" not in known:
-        return _called(optimizer_cls, groups, options)
-    is_adam = inspect.isclass(optimizer_cls) and issubclass(optimizer_cls, torch.optim.Adam | torch.optim.AdamW)
-    # Only the fused kernels of Adam and AdamW support DTensors.
-    fused = is_adam and all(p.is_floating_point() and p.device.type in _FUSED_DEVICES for p in parameters)
-    return _called(optimizer_cls, groups, {**options, **({"fused": True} if fused else {"foreach": True})})
-
-
-def _called(
-    optimizer_cls: Callable[..., Optimizer], groups: list[dict[str, Any]], options: dict[str, Any]
-) -> Optimizer:
+    if not options.keys() & {"fused", "foreach"} and "foreach" in known:
+        is_adam = inspect.isclass(optimizer_cls) and issubclass(optimizer_cls, torch.optim.Adam | torch.optim.AdamW)
+        # Only the fused kernels of Adam and AdamW support DTensors.
+        fused = is_adam and all(p.is_floating_point() and p.device.type in _FUSED_DEVICES for p in parameters)
+        options = {**options, "fused" if fused else "foreach": True}
     try:
         return optimizer_cls(groups, **options)
     except (TypeError, ValueError) as error:
-        name = getattr(optimizer_cls, "__name__", "the optimizer")
         raise OptimizerError(
             f"cannot build an optimizer: {name} refuses the options {options}, expected those that it accepts: "
             f"{error}. Change the options."

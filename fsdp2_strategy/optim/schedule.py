@@ -67,7 +67,6 @@ def build_scheduler(
             check_number("build a schedule", option, value, OptimizerError, minimum=0)
     if warmup_ratio is not None:
         check_number("build a schedule", "warmup_ratio", warmup_ratio, OptimizerError)
-    if warmup_ratio is not None:
         if num_warmup_steps is not None or num_training_steps is None or not 0 <= warmup_ratio <= 1:
             raise OptimizerError(
                 f"cannot build a schedule: warmup_ratio is {warmup_ratio} with num_warmup_steps {num_warmup_steps} and "
@@ -106,11 +105,7 @@ def _check_is_optimizer(optimizer: object) -> None:
 
 
 def check_schedule_name(name: str) -> None:
-    """Raise if a schedule name is unknown; not collective.
-
-    Raises:
-        OptimizerError: the name is unknown. The error lists the known names.
-    """
+    """Raise if a schedule name is unknown; not collective."""
     from transformers import SchedulerType  # noqa: PLC0415  as above
 
     known = [kind.value for kind in SchedulerType if kind.value not in _NEED_METRICS]
@@ -131,14 +126,7 @@ def check_schedule_name(name: str) -> None:
 def check_schedule_of(
     scheduler: LRScheduler | None, optimizer: Optimizer | None, action: str, error: type[FSDP2StrategyError]
 ) -> None:
-    """Raise if a schedule sets the learning rates of another optimizer, or if one of them is none; not collective.
-
-    Args:
-        scheduler: a schedule; None is accepted.
-        optimizer: the optimizer that it is used with; None is accepted.
-        action: the operation that fails, for the message.
-        error: class of the error.
-    """
+    """Raise if a schedule sets the learning rates of another optimizer, or if one of them is none; not collective."""
     if optimizer is not None and not hasattr(optimizer, "param_groups"):
         raise error(
             f"cannot {action}: the optimizer is a {type(optimizer).__name__}, expected a torch optimizer. Check the "
@@ -169,11 +157,7 @@ def drives(scheduler: LRScheduler, optimizer: Optimizer) -> bool:
 
 
 def check_steps_without_metric(scheduler: LRScheduler) -> None:
-    """Raise if a schedule cannot be stepped with the optimizer, because its steps need a metric; not collective.
-
-    Raises:
-        StepError: the ``step`` of the schedule has required arguments.
-    """
+    """Raise if a schedule cannot be stepped with the optimizer, because its steps need a metric; not collective."""
     required = [
         name
         for name, parameter in inspect.signature(scheduler.step).parameters.items()

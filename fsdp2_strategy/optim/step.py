@@ -9,18 +9,18 @@ So the loss is multiplied by (number of ranks) / N, because FSDP2's average divi
 known yet, each micro-batch passes its own ``num_items``. Then `backward` does not scale the loss, the all-reduce of the
 gradient norm sums N, too, and `optimizer_step` multiplies the gradients by (number of ranks) / N. Ranks that share
 layers compute the same loss, and count as one rank. Ranks that share sequences do so, too, if their loss is that of
-full sequences: see [Note: shared losses] in `shared_losses`.
+full sequences: see [Note: shared losses] in `step_sums`.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import numbers
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, get_args
 from weakref import ref
 
@@ -39,13 +39,7 @@ from fsdp2_strategy.distributed.agreement import defer_error, has_deferred_error
 from fsdp2_strategy.distributed.equal_values import digest_numbers, is_equal
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
-from fsdp2_strategy.distributed.process_group import (
-    control_device,
-    current_device,
-    data_size,
-    group_in_use,
-    world_size,
-)
+from fsdp2_strategy.distributed.process_group import control_device, current_device, data_size, group_in_use, world_size
 from fsdp2_strategy.distributed.same_batch import check_losses_of_groups
 from fsdp2_strategy.distributed.torch_internals import local_of
 from fsdp2_strategy.distributed.unit_log import current_log
@@ -61,11 +55,10 @@ from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.model.swapped_weights import check_own_weights, is_swapped, swapped_error
 from fsdp2_strategy.model.weight_versions import count_change
 from fsdp2_strategy.model.wrappers import unwrap_model
-from fsdp2_strategy.optim.accumulation import Accumulation, LossScale, ReducedStep, accumulation_of
-from fsdp2_strategy.optim.compared_numbers import check_equal_numbers, digest_of, numbers_of_step
+from fsdp2_strategy.optim.accumulation import Accumulation, ReducedStep, accumulation_of
+from fsdp2_strategy.optim.compared_numbers import check_equal_numbers, numbers_of_step
 from fsdp2_strategy.optim.schedule import check_schedule_of, check_steps_without_metric
-from fsdp2_strategy.optim.shared_losses import shared_loss
-from fsdp2_strategy.optim.step_sums import MicroBatchSums, checked_tokens
+from fsdp2_strategy.optim.step_sums import MicroBatchSums, checked_tokens, shared_loss
 from fsdp2_strategy.optim.used_parameters import remove_unused_gradients, used_numbers
 from fsdp2_strategy.optim.zero_grad import discard_after_failed_pass, watch_model, watch_optimizer
 from fsdp2_strategy.sharding.shard import check_dtypes
@@ -159,22 +152,22 @@ def backward(
             "expected in all or none. Pass it in every one, 0 for a loss without items."
         )
     items = None if num_items_in_batch is None else _number_of_items(num_items_in_batch)
+    is_summed = items is not None or num_items is not None
     if items is not None and num_items is not None:
         raise StepError(
             "cannot run backward: num_items_in_batch and num_items were passed, expected one of them. Pass num_items "
             "if the number of items in the whole step is not known yet."
         )
     own.size_of_step = own.size(accumulation, accumulation_steps)
-    is_divided = num_items is None and loss_reduction == "mean"
-    size = own.size_of_step if is_divided else None
+    size = own.size_of_step if num_items is None and loss_reduction == "mean" else None
     factor = _loss_factor(size, items, world_size() // layers)
     is_last = own.is_last(accumulation, accumulation_steps)
     if is_last != (own.last_sync is not False):
         _set_gradient_sync(model, grad_sync, is_last=is_last)
         own.last_sync = is_last
     try:
-        with shared_loss(is_summed=items is not None or num_items is not None) as shared:
-            (loss * (factor * (own.scale.value if own.scale else 1.0))).backward()  # type: ignore[no-untyped-call]
+        with shared_loss(is_summed=is_summed) as shared:
+            (loss * (factor * own.loss_scale)).backward()  # type: ignore[no-untyped-call]
     except BaseException:
         record_failed_backward(unwrap_model(model))
         raise
@@ -224,50 +217,47 @@ def optimizer_step(
             different units.
         OffloadError: the model or the optimizer is offloaded.
     """
-    _check_is_optimizer(optimizer, f"step {name!r}")
+    if not hasattr(optimizer, "param_groups"):
+        raise StepError(
+            f"cannot step {name!r}: the optimizer is {_described(optimizer)}, expected a torch optimizer. Pass the one "
+            "that create_optimizer returned, and check the order of the arguments."
+        )
     _check_choices(f"step {name!r}", accumulation=accumulation, sync_buffers=sync_buffers)
     check_number(f"step {name!r}", "accumulation_steps", accumulation_steps, StepError, integer=True, minimum=1)
     check_number(f"step {name!r}", "max_norm", max_norm, StepError, minimum=0)
-    _check_prepared(unwrap_model(model), f"step {name!r}")
+    root = unwrap_model(model)
+    _check_prepared(root, f"step {name!r}")
     own = accumulation_of(model)
     if own.checked_optimizer is None or own.checked_optimizer() is not optimizer:
-        _check_parameters(optimizer, unwrap_model(model))
+        _check_parameters(optimizer, root)
         own.checked_optimizer = ref(optimizer)
         watch_optimizer(optimizer, model)
     if scheduler is not None:
         _check_schedule(scheduler, optimizer, own, name)
-    if failed_pass(unwrap_model(model)) == "backward":
+    if failed_pass(root) == "backward":
         raise StepError(
             f"cannot step {name!r}: its last backward pass has raised, expected one that is complete. Call "
             "optimizer.zero_grad(), which discards the gradients of this step, and run the passes again."
         )
     if not own.end_micro_batch(accumulation, accumulation_steps, name):
         return StepResult(step=own.steps, stepped=False, skipped=False, grad_norm=None)
-    taken = _take_step(
-        optimizer,
-        model,
-        scheduler,
-        max_norm=max_norm,
-        scale=own.scale,
-        sync_buffers=sync_buffers,
-        own=own,
-        reduced=own.reduced if max_norm == 0.0 else None,
-    )
+    norm, lr, reduced = _take_step(optimizer, root, scheduler, own=own, max_norm=max_norm, sync_buffers=sync_buffers)
+    stepped = math.isfinite(norm)
     own.reset()
-    own.steps += taken.stepped
-    _warn_of_equal_losses(own, name, has_equal_losses=taken.has_equal_losses)
+    own.steps += stepped
+    _warn_of_equal_losses(own, name, has_equal_losses=reduced.has_equal_losses)
     own.stepped_schedule = None if scheduler is None else (ref(scheduler), _position_of(scheduler))
-    if not taken.stepped:
+    if not stepped:
         message = "%s: all ranks skip step %d, because the gradient norm is %s"
-        log(message, name, own.steps + 1, taken.norm, level=logging.WARNING)
+        log(message, name, own.steps + 1, norm, level=logging.WARNING)
     return StepResult(
         step=own.steps,
-        stepped=taken.stepped,
-        skipped=not taken.stepped,
-        grad_norm=taken.norm,
-        lr=taken.lr,
-        loss=taken.loss,
-        tokens=taken.tokens,
+        stepped=stepped,
+        skipped=not stepped,
+        grad_norm=norm,
+        lr=lr,
+        loss=reduced.loss,
+        tokens=reduced.tokens,
     )
 
 
@@ -287,11 +277,7 @@ def _warn_of_equal_losses(own: Accumulation, name: str, *, has_equal_losses: boo
 
 
 def _check_schedule(scheduler: LRScheduler, optimizer: Optimizer, own: Accumulation, name: str) -> None:
-    """Raise if a schedule does not fit to a step; log a warning once if the program has stepped it, too.
-
-    Raises:
-        StepError: it sets the learning rates of another optimizer, or its steps need a metric.
-    """
+    """Raise if a schedule does not fit to a step; log a warning once if the program has stepped it, too."""
     if isinstance(scheduler, Optimizer | nn.Module) or not callable(getattr(scheduler, "step", None)):
         raise StepError(
             f"cannot step {name!r}: the schedule is {_described(scheduler)}, expected a learning-rate schedule. Check "
@@ -336,14 +322,6 @@ def _check_loss(loss: object) -> None:
         )
 
 
-def _check_is_optimizer(optimizer: object, action: str) -> None:
-    if not hasattr(optimizer, "param_groups"):
-        raise StepError(
-            f"cannot {action}: the optimizer is {_described(optimizer)}, expected a torch optimizer. Pass the one that "
-            "create_optimizer returned, and check the order of the arguments."
-        )
-
-
 _CHOICES: dict[str, tuple[str, ...]] = {
     "accumulation": get_args(AccumulationRule),
     "grad_sync": get_args(GradSync),
@@ -382,13 +360,7 @@ def _number_of_items(given: Any) -> float:
 
 
 def _loss_factor(size: int | None, items: float | None, ranks: int) -> float:
-    """Return the factor for the loss of a micro-batch; see [Note: gradient scale].
-
-    Args:
-        size: number of micro-batches by which the loss is divided; None for 1.
-        items: ``num_items_in_batch``.
-        ranks: number of ranks over which FSDP2 averages gradients.
-    """
+    """Return the factor for the loss of a micro-batch; see [Note: gradient scale]."""
     if items is None:
         return 1 / (size or 1)
     if not 0 < items < math.inf:
@@ -476,51 +448,38 @@ def _check_parameters(optimizer: Optimizer, root: nn.Module) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Taken:
-    """What one step did; the fields are those of `StepResult`."""
-
-    stepped: bool
-    norm: float
-    lr: float
-    loss: float
-    tokens: int | None
-    has_equal_losses: bool
-
-
 def _take_step(
     optimizer: Optimizer,
-    model: nn.Module,
+    root: nn.Module,
     scheduler: LRScheduler | None,
     *,
-    max_norm: float,
-    scale: LossScale | None,
-    sync_buffers: SyncBuffers,
     own: Accumulation,
-    reduced: ReducedStep | None = None,
-) -> _Taken:
-    """Clip, step optimizer and schedule, clear the gradients; if the norm is not finite, only clear; collective."""
-    root = unwrap_model(model)
+    max_norm: float,
+    sync_buffers: SyncBuffers,
+) -> tuple[float, float, ReducedStep]:
+    """Clip, step optimizer and schedule, clear the gradients; if the norm is not finite, only clear; collective.
+
+    Return the norm, the learning rate, and what the ranks have exchanged.
+    """
     check_resident(root, "step")
     check_resident(optimizer, "step")
     check_dtypes(root)
     reshard(root)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if reduced is not None:
+    if own.reduced is not None and max_norm == 0.0:
         check_own_weights(root, "step", StepError)  # `_reduce` raises it on every rank
-    if reduced is None:
-        reduced = _reduce(
-            parameters, root, own.sums, scale, sync_buffers, numbers=numbers_of_step(own, optimizer, max_norm)
-        )
-    factor = (scale.value if scale else 1.0) * reduced.divisor
+        reduced = own.reduced
+    else:
+        reduced = _reduce(parameters, root, optimizer, own=own, max_norm=max_norm, sync_buffers=sync_buffers)
+    factor = own.loss_scale * reduced.divisor
     norm = _scale(_gradients(parameters), reduced.norm * factor, max_norm, factor)
     if reduced.have_buffers_changed:
         with on_ranks_of(root):
             sync(root, sync_buffers)
     lr = float(optimizer.param_groups[0]["lr"])
     finite = math.isfinite(norm)
-    if scale is not None:
-        scale.update(finite=finite)
+    if own.scale is not None:
+        own.scale.update(finite=finite)
     if finite:
         state = model_state(optimizer)
         state.set(_IS_STEPPING, True)
@@ -533,54 +492,43 @@ def _take_step(
             scheduler.step()
     # The class's method: the instance's keeps the gradients of a step that is pending, see [Note: zero_grad].
     type(optimizer).zero_grad(optimizer, set_to_none=True)
-    return _Taken(
-        stepped=finite,
-        norm=norm,
-        lr=lr,
-        loss=reduced.loss,
-        tokens=reduced.tokens,
-        has_equal_losses=reduced.has_equal_losses,
-    )
+    return norm, lr, reduced
 
 
 def _reduce(
     parameters: Sequence[torch.Tensor],
     root: nn.Module,
-    sums: MicroBatchSums,
-    scale: LossScale | None,
-    sync_buffers: SyncBuffers,
+    optimizer: Optimizer | None,
     *,
-    numbers: Mapping[str, object],
+    own: Accumulation,
+    max_norm: float,
+    sync_buffers: SyncBuffers,
 ) -> ReducedStep:
-    """Exchange what the ranks must know for an optimizer step; collective.
-
-    Raises:
-        StepError: on every rank, a rank has deferred an error, ``num_items`` was passed on some ranks only, or
-            ``numbers`` differ between ranks, or buffers have changed that have other names or dtypes on other ranks, or
-            the ranks have run different units.
-    """
+    """Exchange what the ranks must know for an optimizer step; raise on every rank if they differ; collective."""
+    numbers = numbers_of_step(own, optimizer, max_norm)
     if is_swapped(root):
         defer_error(swapped_error(root, "step", StepError))
     is_changed, buffers = changed_buffers(root) if sync_buffers != "off" else (False, digest_numbers(None))
     with on_ranks_of(parameters):
-        own, used = sums.values(), used_numbers(parameters, root, world_size())
-        compared = digest_of(numbers)
+        ranks = world_size()
+        sums, used = own.sums.values(), used_numbers(parameters, root, ranks)
+        compared = digest_numbers(sorted(numbers.items()))
         squares, (changed, deferred, *others) = _sum_over_ranks(
-            _gradients(parameters), is_changed, has_deferred_error(), *compared, *buffers, *own, *used
+            _gradients(parameters), is_changed, has_deferred_error(), *compared, *buffers, *sums, *used
         )
         if deferred:
             raise_deferred_error()
-        lengths = itertools.accumulate([len(compared), len(buffers), len(own)])
-        of_numbers, of_buffers, of_micro_batches, of_parameters = _split(others, lengths)
+        rest = iter(others)
+        of_numbers, of_buffers, of_batches = ([*islice(rest, len(sent))] for sent in (compared, buffers, sums))
         check_equal_numbers(of_numbers, numbers)
-        if changed and not is_equal(of_buffers, world_size()):
+        if changed and not is_equal(of_buffers, ranks):
             check_same_buffers(root, "synchronise the buffers", StepError)
-        loss, tokens, divisor = sums.totals(of_micro_batches, world_size(), ranks_per_layer(root))
-        is_shared = data_size() == 1 or ranks_per_layer(root) == world_size()
-        has_equal_losses = not is_shared and sums.are_losses_equal(of_micro_batches, world_size())
-        remove_unused_gradients(parameters, root, of_parameters, world_size())
+        loss, tokens, divisor = own.sums.totals(of_batches, ranks, ranks_per_layer(root))
+        is_shared = data_size() == 1 or ranks_per_layer(root) == ranks
+        has_equal_losses = not is_shared and own.sums.are_losses_equal(of_batches, ranks)
+        remove_unused_gradients(parameters, root, [*rest], ranks)
     return ReducedStep(
-        norm=math.sqrt(squares) / ((scale.value if scale else 1.0) * divisor),
+        norm=math.sqrt(squares) / (own.loss_scale * divisor),
         divisor=divisor,
         loss=loss,
         tokens=tokens,
@@ -589,31 +537,9 @@ def _reduce(
     )
 
 
-def _split(numbers: Sequence[float], ends: Iterable[int]) -> Iterator[list[float]]:
-    """Yield the parts of a sequence that end at the given positions, and the rest."""
-    begin = 0
-    for end in ends:
-        yield [*numbers[begin:end]]
-        begin = end
-    yield [*numbers[begin:]]
-
-
 @collective
 def clip_for_step(model: nn.Module, max_norm: float, *, sync_buffers: SyncBuffers = "broadcast") -> float:
-    """Clip the gradients of the coming optimizer step, whose all-reduce this call makes; collective.
-
-    Args:
-        model: the model, or its wrapper.
-        max_norm: largest global norm that is not scaled down; 0 disables clipping.
-        sync_buffers: as for `optimizer_step`.
-
-    Returns:
-        The global norm before clipping, equal on all ranks.
-
-    Raises:
-        OffloadError: the model is offloaded.
-        StepError: on every rank, a rank has deferred an error.
-    """
+    """Clip the gradients of the coming optimizer step, by its all-reduce, and return their norm; collective."""
     root = unwrap_model(model)
     check_number("clip gradients", "max_norm", max_norm, StepError, minimum=0)
     _check_prepared(root, "clip gradients")
@@ -622,10 +548,8 @@ def clip_for_step(model: nn.Module, max_norm: float, *, sync_buffers: SyncBuffer
     own = accumulation_of(model)
     parameters = [p for p in root.parameters() if p.requires_grad]
     optimizer = own.checked_optimizer() if own.checked_optimizer is not None else None
-    numbers = numbers_of_step(own, optimizer, max_norm)
-    own.reduced = _reduce(parameters, root, own.sums, own.scale, sync_buffers, numbers=numbers)
-    scale = own.scale.value if own.scale else 1.0
-    _scale(_gradients(parameters), own.reduced.norm * scale, max_norm * scale)
+    own.reduced = _reduce(parameters, root, optimizer, own=own, max_norm=max_norm, sync_buffers=sync_buffers)
+    _scale(_gradients(parameters), own.reduced.norm * own.loss_scale, max_norm * own.loss_scale)
     return own.reduced.norm
 
 
@@ -648,10 +572,7 @@ def _raise_on_direct_step(optimizer: Optimizer, *_: object) -> None:
 
 @torch.no_grad()
 def _sum_over_ranks(grads: list[torch.Tensor], *values: float | torch.Tensor) -> tuple[float, list[float]]:
-    """Return the sum of squares of all gradients, and the sum of each value over all ranks.
-
-    Collective, with one all-reduce and one host synchronisation.
-    """
+    """Return the sums of squared gradients and of values over ranks: one all-reduce, one host synchronisation."""
     grouped: dict[tuple[torch.device, torch.dtype, int], list[torch.Tensor]] = defaultdict(list)
     for grad in grads:
         local = local_of(grad)

@@ -6,13 +6,19 @@ all-reduce of the gradient norm carries, and the loss and tokens that follow fro
 [Note: values of a step] Loss and tokens of a step are sums over micro-batches and ranks. `backward` adds them up on the
 device, in `MicroBatchSums`, and `optimizer_step` sends them with the gradient norm: one all-reduce of a few numbers and
 one host synchronisation, as for the norm alone. The reported loss is the function whose gradient the step uses.
+
+[Note: shared losses] Ranks that share sequences may each compute the loss of their part, or all compute the loss of
+full sequences from gathered results. For a mean over ranks, both are the same. A sum over ranks would count the second
+kind once per rank. It is noticed in the backward pass, because its gradient passes through the gather, which calls
+`computed_by` and divides the gradient. So tokens of the data count once in both kinds.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,14 +58,7 @@ class MicroBatchSums:
         *,
         copies: int = 1,
     ) -> None:
-        """Add one micro-batch; not collective, and does not synchronise with the device.
-
-        Args:
-            loss: its loss.
-            factor: the factor that the loss is multiplied by.
-            num_tokens, items, num_items: the numbers that `backward` got.
-            copies: number of ranks that share its sequences, and have all computed this loss and these numbers.
-        """
+        """Add one micro-batch that ``copies`` ranks have computed; does not synchronise with the device."""
         is_summed = items is not None or num_items is not None
         loss = loss.detach().reshape(()).double() * (factor / copies if is_summed else factor)
         self.loss = loss if self.loss is None else self.loss + loss
@@ -94,14 +93,9 @@ class MicroBatchSums:
 
     @staticmethod
     def totals(sums: Sequence[float], ranks: int, copies: int = 1) -> tuple[float, int | None, float]:
-        """Return loss and tokens of the step, from the sums of `values` over ``ranks`` ranks.
+        """Return the loss, tokens and gradient divisor of the step; see [Note: gradient scale] in `optim.step`.
 
-        Each batch was computed by ``copies`` ranks, which share layers.
-
-        Also return the number by which the gradients must be divided; see [Note: gradient scale] in `optim.step`.
-
-        Raises:
-            StepError: ``num_items`` was given on some ranks only, or the sum is 0.
+        ``sums`` are those of `values` over ``ranks`` ranks; ``copies`` ranks, which share layers, computed each batch.
         """
         loss, tokens, ranks_with_tokens, items, ranks_with_items, own_items, ranks_with_own_items, _ = sums
         divisor = 1.0
@@ -137,15 +131,7 @@ def _plus(
 
 
 def checked_tokens(num_tokens: Any, name: str = "num_tokens") -> int | torch.Tensor | None:
-    """Return a number of tokens as an int, or a tensor unchanged: reading its value would synchronise with the device.
-
-    Args:
-        num_tokens: the number.
-        name: name of the argument, for the message.
-
-    Raises:
-        StepError: it is not an integer of at least 0 or a tensor of one element.
-    """
+    """Return a number of tokens as an int, or a tensor unchanged: reading its value would synchronise."""
     if num_tokens is None:
         return None
     if isinstance(num_tokens, torch.Tensor):
@@ -163,3 +149,35 @@ def checked_tokens(num_tokens: Any, name: str = "num_tokens") -> int | torch.Ten
         f"cannot count the tokens: {name} is {shown}, expected the number of tokens of this rank's micro-batch, an "
         "integer of at least 0 or a tensor of one element. Pass attention_mask.sum(), for example."
     )
+
+
+@dataclass
+class SharedLoss:
+    """What is known of the loss of a backward pass; see [Note: shared losses]."""
+
+    is_summed: bool
+    """Whether the losses of all ranks are summed; if not, their mean is taken."""
+    copies: int = 1
+    """Number of ranks that have computed this loss; known after the backward pass."""
+
+
+_running: list[SharedLoss] = []
+
+
+@contextmanager
+def shared_loss(*, is_summed: bool) -> Iterator[SharedLoss]:
+    """Run a backward pass in this block, so that a loss that several ranks have computed counts once in a sum."""
+    loss = SharedLoss(is_summed)
+    _running.append(loss)  # no context variable: autograd has threads of its own
+    try:
+        yield loss
+    finally:
+        _running.pop()
+
+
+def computed_by(count: int) -> int:
+    """Note that several ranks have computed the running loss; return the number that its gradient is divided by."""
+    if not _running:
+        return 1
+    _running[-1].copies = count
+    return count if _running[-1].is_summed else 1

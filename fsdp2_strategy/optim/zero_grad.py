@@ -59,9 +59,7 @@ def discard_gradients(model: nn.Module) -> None:
 def discard_after_failed_pass(model: nn.Module, *, in_forward: bool) -> bool:
     """Discard the gradients of a step if one of its passes has raised; return whether one has; not collective.
 
-    Args:
-        model: the model, or its wrapper.
-        in_forward: whether a failed forward pass counts; it leaves the gradients of earlier passes intact.
+    A failed forward pass counts only ``in_forward``: it leaves the gradients of earlier passes intact.
     """
     root = unwrap_model(model)
     failed = failed_pass(root)
@@ -86,12 +84,7 @@ def watch_model(model: nn.Module) -> None:
 
 
 def watch_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    """Make ``zero_grad`` of an optimizer follow [Note: zero_grad]; not collective.
-
-    Args:
-        optimizer: the optimizer; nothing happens if it is not torch's.
-        model: the model whose parameters it steps, or its wrapper.
-    """
+    """Make ``zero_grad`` of an optimizer follow [Note: zero_grad], unless it is not torch's; not collective."""
     if not isinstance(optimizer, Optimizer):
         return
     state = model_state(optimizer)
@@ -103,15 +96,11 @@ def watch_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
 
     def zero_grad(set_to_none: bool = True) -> None:
         if (own := weakly()) is not None:
-            _zero_grad_of_optimizer(own, set_to_none)
+            parameters = (parameter for group in own.param_groups for parameter in group["params"])
+            _zero_grad(_model_of(own), parameters, lambda: type(own).zero_grad(own, set_to_none))
 
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
     optimizer.register_step_post_hook(_after_step)
-
-
-def _zero_grad_of_optimizer(optimizer: Optimizer, set_to_none: bool) -> None:
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    _zero_grad(_model_of(optimizer), parameters, lambda: type(optimizer).zero_grad(optimizer, set_to_none))
 
 
 def _zero_grad_of_model(model: nn.Module, set_to_none: bool = True) -> None:

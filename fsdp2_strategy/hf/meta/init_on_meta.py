@@ -52,11 +52,9 @@ def init_on_meta() -> Iterator[None]:
 
 
 def _patches(recording: Recording) -> list[tuple[Any, str, Any]]:
-    """Return patches for init_weights, and for the steps of from_pretrained that place, read or initialise tensors.
-
-    The patched init_weights calls the original, and then records that transformers has initialised the model.
-    """
+    """Return patches for init_weights, and for the steps of from_pretrained that place, read or initialise tensors."""
     from transformers import modeling_utils  # noqa: PLC0415
+    from transformers.utils.loading_report import LoadStateDictInfo  # noqa: PLC0415
 
     def no_device_map(device_map: Any) -> None:
         """Ignore the device map: the mesh decides where parameters are."""
@@ -64,20 +62,19 @@ def _patches(recording: Recording) -> list[tuple[Any, str, Any]]:
     def store_files(
         model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any = None
     ) -> tuple[Any, None]:
-        if expected_keys is not None:
+        if expected_keys is not None or state_dict is not None:
+            given = "a state_dict, expected a folder or hub id"
+            if expected_keys is not None:
+                given = "an adapter, expected a model's own weights"
             raise CheckpointError(
-                f"cannot build {type(model).__name__} on meta: from_pretrained was given an adapter, expected a "
-                "model's own weights. Build it outside of init_on_meta."
-            )
-        if state_dict is not None:
-            raise CheckpointError(
-                f"cannot build {type(model).__name__} on meta: from_pretrained was given a state_dict, expected a "
-                "folder or hub id. Build it outside of init_on_meta."
+                f"cannot build {type(model).__name__} on meta: from_pretrained was given {given}. Build it outside of "
+                "init_on_meta."
             )
         keep_dtypes(model, load_config.dtype_plan)
         with without_modes():
             _store_files(model, checkpoint_files, load_config)
-        return _nothing_loaded(), None
+        empty: dict[str, Any] = {"conversion_errors": {}, "error_msgs": []}
+        return LoadStateDictInfo(**{f.name: empty.get(f.name, set()) for f in fields(LoadStateDictInfo)}), None
 
     def tie(model: Any, _load_config: Any, loading_info: Any) -> Any:
         model.tie_weights(recompute_mapping=False)
@@ -110,13 +107,6 @@ def _tie_like(model: nn.Module, skeleton: nn.Module) -> None:
         own = parameters[key]
         if own is not None:
             parameters[key] = first.setdefault(id(parameter), own)
-
-
-def _nothing_loaded() -> Any:
-    from transformers.utils.loading_report import LoadStateDictInfo  # noqa: PLC0415
-
-    empty: dict[str, Any] = {"conversion_errors": {}, "error_msgs": []}
-    return LoadStateDictInfo(**{f.name: empty.get(f.name, set()) for f in fields(LoadStateDictInfo)})
 
 
 def keep_dtypes(model: nn.Module, plan: Mapping[str, torch.dtype] | None) -> None:

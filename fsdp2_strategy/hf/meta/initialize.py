@@ -18,10 +18,10 @@ marker value, so that tensors that no init function writes are detected.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from torch import nn
 from fsdp2_strategy.distributed.agreement import all_or_none, from_rank_0
 from fsdp2_strategy.distributed.torch_internals import (
     local_of,
+    storage_address,
     tree_map,
     without_torch_function,
     wrapper_subclass,
@@ -43,7 +44,6 @@ from fsdp2_strategy.hf.meta.recorded_init import (
     drawing_from,
     random_states,
     recorded_tensor,
-    storage_of,
     view_like,
     written_arguments,
 )
@@ -81,7 +81,7 @@ class PlainWithoutValues:
     @property
     def draws(self) -> bool:
         """Whether its values depend on random numbers."""
-        return self.recorded.recording.draws(storage_of(self.recorded.meta))
+        return self.recorded.recording.draws(storage_address(self.recorded.meta))
 
 
 @torch.no_grad()
@@ -93,23 +93,17 @@ def initialize(
 ) -> list[str]:
     """Initialise tensors with the values that they would have if their modules were built with memory; collective.
 
-    Args:
-        model: the model, whose tensors have memory.
-        empty: the tensors to fill.
-        device: the device on which values are drawn.
-        plain: the plain tensors to exchange.
-
-    Returns:
-        The names of the tensors that nothing initialises.
+    Return the names of the tensors that nothing initialises.
     """
     # Init functions may read plain tensors, so those that draw nothing are computed first.
-    lost = _compute_plain([each for each in plain if not each.draws], device)
+    _, lost = _run_recorded(Recording.compute, [each for each in plain if not each.draws], device)
     drawn = [each for each in plain if each.draws]
     with _random_states_of_rank_0(device):
         # Tensors that were added or changed after transformers had initialised the model get replayed values below.
         waiting = [e for e in empty if e.recorded is None or not e.recorded.changed_since_init]
         filled = _run_init_weights(model, waiting, device)
-        replayed, more = _replay([e for e in empty if id(e.tensor) not in filled], drawn, device)
+        waiting = [e for e in empty if id(e.tensor) not in filled]
+        replayed, more = _run_recorded(Recording.replay, [*waiting, *drawn], device)
         filled |= replayed
         waiting = [e for e in empty if id(e.tensor) not in filled and e.recorded is None]
         filled |= _run_reset_parameters(model, waiting, device)
@@ -118,34 +112,22 @@ def initialize(
 
 def recording_digests(empty: Sequence[TensorWithoutValues], plain: Sequence[PlainWithoutValues] = ()) -> list[str]:
     """Return a digest of each recording's operations for tensors without values, to compare them across ranks."""
-    both: list[TensorWithoutValues | PlainWithoutValues] = [*empty, *plain]
-    return [recording.digest(set(by_storage)) for recording, by_storage in _by_recording(both).items()]
+    recordings = _by_recording([*empty, *plain])
+    return [recording.digest(set(by_storage)) for recording, by_storage in recordings.items()]
 
 
-_T = TypeVar("_T", TensorWithoutValues, PlainWithoutValues, TensorWithoutValues | PlainWithoutValues)
-_ByStorage = dict[int, list[tuple[torch.Tensor, _T]]]
+_WithoutValues = TensorWithoutValues | PlainWithoutValues
+_ByStorage = dict[int, list[tuple[torch.Tensor, _WithoutValues]]]
 """For each recorded storage: pairs of a meta tensor in this storage and what to fill with its values."""
 
 
-def _by_recording(empty: Sequence[_T]) -> dict[Recording, _ByStorage[_T]]:
-    found: dict[Recording, _ByStorage[_T]] = {}
-    for e in empty:
+def _by_recording(tensors: Sequence[_WithoutValues]) -> dict[Recording, _ByStorage]:
+    found: dict[Recording, _ByStorage] = {}
+    for e in tensors:
         if e.recorded is not None:
             meta = e.recorded.meta
-            found.setdefault(e.recorded.recording, {}).setdefault(storage_of(meta), []).append((meta, e))
+            found.setdefault(e.recorded.recording, {}).setdefault(storage_address(meta), []).append((meta, e))
     return found
-
-
-def _compute_plain(plain: Sequence[PlainWithoutValues], device: torch.device) -> list[str]:
-    """Exchange plain tensors that depend on no random numbers; return the names of those that cannot be exchanged."""
-    values: list[tuple[list[PlainTensor], torch.Tensor]] = []
-
-    def store_in(tensors: list[tuple[torch.Tensor, PlainWithoutValues]]) -> Callable[[torch.Tensor], None]:
-        return lambda memory: values.extend((e.references, view_like(meta, memory).detach()) for meta, e in tensors)
-
-    for recording, by_storage in _by_recording(plain).items():
-        recording.compute({storage: store_in(tensors) for storage, tensors in by_storage.items()}, device)
-    return exchange(values)
 
 
 def _run_init_weights(model: nn.Module, empty: Sequence[TensorWithoutValues], device: torch.device) -> set[int]:
@@ -169,21 +151,16 @@ def _run_init_weights(model: nn.Module, empty: Sequence[TensorWithoutValues], de
     return lazy.filled
 
 
-def _replay(
-    empty: Sequence[TensorWithoutValues], plain: Sequence[PlainWithoutValues], device: torch.device
+def _run_recorded(
+    run: Callable[[Recording, Mapping[int, Callable[[torch.Tensor], None]], torch.device], None],
+    tensors: Sequence[_WithoutValues],
+    device: torch.device,
 ) -> tuple[set[int], list[str]]:
-    """Replay the operations that were recorded for tensors.
-
-    Returns:
-        The ids of the tensors that get values, and the names of plain tensors that get none.
-    """
+    """Run recorded operations; return ids of tensors that get values, and names of plain tensors that get none."""
     filled: set[int] = set()
     values: list[tuple[list[PlainTensor], torch.Tensor]] = []
-    both: list[TensorWithoutValues | PlainWithoutValues] = [*empty, *plain]
 
-    def store_in(
-        tensors: list[tuple[torch.Tensor, TensorWithoutValues | PlainWithoutValues]],
-    ) -> Callable[[torch.Tensor], None]:
+    def store_in(tensors: list[tuple[torch.Tensor, _WithoutValues]]) -> Callable[[torch.Tensor], None]:
         def store(memory: torch.Tensor) -> None:
             for meta, each in tensors:
                 if isinstance(each, PlainWithoutValues):
@@ -194,8 +171,8 @@ def _replay(
 
         return store
 
-    for recording, by_storage in _by_recording(both).items():
-        recording.replay({storage: store_in(tensors) for storage, tensors in by_storage.items()}, device)
+    for recording, by_storage in _by_recording(tensors).items():
+        run(recording, {storage: store_in(each) for storage, each in by_storage.items()}, device)
     return filled, exchange(values)
 
 

@@ -28,19 +28,8 @@ from fsdp2_strategy.model.state import ATTACHED
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _LIBRARIES = ("fsdp2_strategy", "torch.distributed", "torch.fx", "torch.autograd", "torch.utils", "torch.cuda")
 """Packages whose objects hold no tensors of a constructor, but may refer to many others."""
-_WITHOUT_TENSORS = (
-    str,
-    bytes,
-    bytearray,
-    int,
-    float,
-    complex,
-    bool,
-    type(None),
-    type,
-    types.ModuleType,
-    types.CodeType,
-)
+_SCALARS = (str, bytes, bytearray, int, float, complex, bool, types.NoneType)
+_WITHOUT_TENSORS = (*_SCALARS, type, types.ModuleType, types.CodeType)
 _SEQUENCES = (list, tuple, set, frozenset, deque)
 
 _Step = tuple[Any, str, Any, Any, nn.Module | None]
@@ -70,21 +59,13 @@ class PlainTensor:
 
 
 def plain_tensors(modules: Mapping[nn.Module, str], registered: Set[int]) -> Iterator[PlainTensor]:
-    """Yield the plain meta tensors of modules, once for each reference.
-
-    Args:
-        modules: the modules and their names.
-        registered: the ids of all modules that are registered in the same model, which are not entered from others.
-    """
+    """Yield the plain meta tensors of modules, once per reference; do not enter other modules that are registered."""
     for module, name in modules.items():
         for value, path, holder, key, owner in _references(module, registered):
-            if isinstance(value, torch.Tensor) and value.is_meta and not _is_placeholder(value):
+            is_on_meta = isinstance(value, torch.Tensor) and value.is_meta
+            if is_on_meta and not (is_offloaded_tensor(value) or is_computed(value)):
                 full = f"{name}{path}" if name else path.removeprefix(".")
                 yield PlainTensor(full, value, holder, key, owner, module)
-
-
-def _is_placeholder(tensor: torch.Tensor) -> bool:
-    return is_offloaded_tensor(tensor) or is_computed(tensor)
 
 
 def _references(module: nn.Module, registered: Set[int]) -> Iterator[_Step]:
@@ -181,14 +162,7 @@ def references_by_tensor(root: nn.Module) -> list[list[PlainTensor]]:
 
 
 def exchange(plain: Sequence[tuple[list[PlainTensor], torch.Tensor]]) -> list[str]:
-    """Replace plain tensors by tensors with values; not collective.
-
-    Args:
-        plain: pairs of all references to a tensor, and its values.
-
-    Returns:
-        The names of the tensors that cannot be replaced.
-    """
+    """Replace each plain tensor by one with the given values; return the names of those that cannot be replaced."""
     waiting = [(references, _like(references[0].tensor, values)) for references, values in plain]
     while waiting:
         # A view refers to the tensor that it was made from, so that one can be exchanged after its views.

@@ -161,7 +161,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def wrapped(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             if not tensor.is_meta:
                 return init(tensor, *args, **kwargs)
-            storage = frozenset({storage_of(tensor)})
+            storage = frozenset({storage_address(tensor)})
             self._add(_Operation(init, (tensor.detach(), *args), kwargs, changes=storage, reads=storage))
             return tensor
 
@@ -194,19 +194,14 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._last_change |= dict.fromkeys(operation.changes, len(self.operations))
 
     def mark_initialized(self, model: nn.Module, origin: WeightsSource | None = None) -> None:
-        """Record that transformers has initialised a model, so that later changes of its tensors are detected.
-
-        Args:
-            model: a model on meta.
-            origin: the files that contain the values of its parameters and persistent buffers; None if none do.
-        """
+        """Record that transformers has initialised a model, and that ``origin`` has the values of its state dict."""
         # Only recorded storages, because the operations keep them alive. The addresses of other storages may be reused.
         known = self.changed_since_init.keys()
         self.changed_since_init |= dict.fromkeys(known & _storages_of([*model.parameters(), *model.buffers()]), False)
         if origin is not None:
             for name, tensor in model.state_dict(keep_vars=True).items():
-                if tensor.is_meta and storage_of(tensor) in known:
-                    self.in_files.setdefault(storage_of(tensor), (origin, clean(name)))
+                if tensor.is_meta and storage_address(tensor) in known:
+                    self.in_files.setdefault(storage_address(tensor), (origin, clean(name)))
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -233,9 +228,9 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs = {
             i: t.detach()
             for i, t in enumerate(tree_leaves(result))
-            if isinstance(t, torch.Tensor) and t.is_meta and storage_of(t) not in read
+            if isinstance(t, torch.Tensor) and t.is_meta and storage_address(t) not in read
         }
-        changes = written.union(map(storage_of, outputs.values()))
+        changes = written.union(map(storage_address, outputs.values()))
         if changes:
             operation = _Operation(function, kept_args, kept_kwargs, changes, read, outputs)
             self._add(operation)
@@ -251,12 +246,12 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _add_copy(self, copy: torch.Tensor, source: torch.Tensor) -> None:
         """Record that a tensor is a copy of one whose values are in files, if it is, and both are full storages."""
-        storage = storage_of(source) if source.is_meta else None
+        storage = storage_address(source) if source.is_meta else None
         is_full = all(t.nbytes == t.untyped_storage().nbytes() and t.is_contiguous() for t in (copy, source))
         if storage is not None and copy.is_meta and copy.shape == source.shape and is_full:
             found = self.copies.get(storage, self.in_files.get(storage))
             if found is not None and not self.changed_since_init[storage]:
-                self.copies[storage_of(copy)] = found
+                self.copies[storage_address(copy)] = found
 
     def _run_with_values(
         self, function: Any, args: Any, kwargs: dict[str, Any], otherwise: RuntimeError | None = None
@@ -302,13 +297,13 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return value
         meta = value.to("meta")
         kwargs = {"device": torch.device("meta")}
-        changes = frozenset({storage_of(meta)})
+        changes = frozenset({storage_address(meta)})
         self._add(_Operation(copy_operator(), (value,), kwargs, changes, outputs={0: meta.detach()}))
         return meta
 
     def _values_of(self, tensor: torch.Tensor) -> tuple[str, torch.Tensor | None]:
         """Return a meta tensor's values at this point of the block, on the CPU; or why they are not known, and None."""
-        storage = storage_of(tensor)
+        storage = storage_address(tensor)
         version, memory = self._values.get(storage, (0, None))
         if memory is None or version != self._last_change[storage]:
             if reason := self.unknown(storage):
@@ -343,12 +338,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def replay(self, wanted: Mapping[int, Callable[[torch.Tensor], None]], device: torch.device) -> None:
-        """Run the operations that the wanted storages depend on; skip storages whose values cannot be computed.
-
-        Args:
-            wanted: for each storage, a function that receives the values of the storage as a flat tensor of bytes.
-            device: the device on which values are computed.
-        """
+        """Pass the bytes of each wanted storage whose values can be computed to its function."""
         operations, computed = self._needed_for(set(wanted), files=self.in_files.keys() - set(wanted))
         self._run(operations, {s: store for s, store in wanted.items() if s in computed}, device)
 
@@ -363,7 +353,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def with_values(argument: Any) -> Any:
             if isinstance(argument, torch.Tensor) and argument.is_meta:
-                return view_like(argument, memory[storage_of(argument)])
+                return view_like(argument, memory[storage_address(argument)])
             if isinstance(argument, torch.Tensor) and argument.ndim and is_operator:
                 return argument.to(device)  # it was recorded with tensors on meta, whose values are on the device
             return device if isinstance(argument, torch.device) and argument.type == "meta" else argument
@@ -372,7 +362,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             is_operator = schema_of(operation.function) is not None
             args, kwargs = tree_map(with_values, (operation.args, operation.kwargs))
             results = operation.run(args, kwargs, device)
-            memory |= {storage_of(meta): _bytes_of(results[at], meta) for at, meta in operation.outputs.items()}
+            memory |= {storage_address(meta): _bytes_of(results[at], meta) for at, meta in operation.outputs.items()}
             for storage in operation.changes | operation.reads:
                 if last[storage] == i:
                     values = memory.pop(storage)
@@ -382,8 +372,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _needed_for(self, wanted: set[int], files: Set[int]) -> tuple[list[_Operation], set[int]]:
         """Return the operations to replay for the wanted storages, and the storages that get values.
 
-        The values of the storages ``files`` are in files, and are not computed. A storage gets no values if one of its
-        operations cannot run, or if all of them only allocate memory.
+        A storage gets none if it is in ``files``, if one of its operations cannot run, or if all only allocate memory.
         """
         needed, operations = set(wanted), []
         for operation in reversed(self.operations):
@@ -406,10 +395,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return possible, computable & with_values
 
     def digest(self, wanted: set[int]) -> str:
-        """Return a hash of the operations that the wanted storages depend on, and of their constant arguments.
-
-        A seed is part of it if random numbers are drawn after it.
-        """
+        """Return a hash of the operations that the wanted storages depend on, and of the seeds of those that draw."""
         numbers: dict[int, int] = {}
 
         def described(value: Any) -> Any:
@@ -418,7 +404,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             facts = (value.dtype, tuple(value.shape))
             if not value.is_meta:
                 return (*facts, value.flatten().tolist())
-            number = numbers.setdefault(storage_of(value), len(numbers))
+            number = numbers.setdefault(storage_address(value), len(numbers))
             return (*facts, number, value.stride(), value.storage_offset())
 
         digest, seed = hashlib.sha256(), None
@@ -438,8 +424,7 @@ class _Constants(TorchFunctionMode):
     """Run functions that the recording does not see, because they raise or copy before any operation runs.
 
     Tensors from Python numbers are created on the CPU, then copied to meta; the recorded copy keeps the CPU tensor.
-    NumPy arrays and ``.data`` get the values of meta tensors. Functions that only accept tensors of one device run on
-    meta. See [Note: values on meta].
+    Functions that only accept tensors of one device run on meta. See [Note: values on meta].
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -530,14 +515,9 @@ def _needs_values(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
     return torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
 
 
-def storage_of(tensor: torch.Tensor) -> int:
-    """Return the identifier of a tensor's storage."""
-    return storage_address(tensor)
-
-
 def _storages_of(values: Any) -> frozenset[int]:
     """Return the storages of the meta tensors among nested values."""
-    return frozenset(storage_of(t) for t in tree_leaves(values) if isinstance(t, torch.Tensor) and t.is_meta)
+    return frozenset(storage_address(t) for t in tree_leaves(values) if isinstance(t, torch.Tensor) and t.is_meta)
 
 
 def written_arguments(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -565,12 +545,12 @@ class RecordedTensor:
     @property
     def copied_from(self) -> tuple[WeightsSource, str] | None:
         """The files and the name of the tensor of which this one is an unchanged copy; None if it is not a copy."""
-        return self.recording.copies.get(storage_of(self.meta))
+        return self.recording.copies.get(storage_address(self.meta))
 
     @property
     def changed_since_init(self) -> bool:
         """Whether an operation created or changed the tensor, and transformers did not initialise it afterwards."""
-        return self.recording.changed_since_init[storage_of(self.meta)]
+        return self.recording.changed_since_init[storage_address(self.meta)]
 
 
 _recordings: WeakSet[Recording] = WeakSet()
@@ -581,11 +561,7 @@ _recording_threads: set[int] = set()
 
 @contextmanager
 def record() -> Iterator[Recording]:
-    """Build modules on meta inside this block, and record the operations on their tensors.
-
-    Raises:
-        CheckpointError: another recording is active, or the block changes a tensor that was built in an earlier block.
-    """
+    """Build modules on meta inside this block, and record the operations on their tensors."""
     if not _recording_lock.acquire(blocking=False):
         raise CheckpointError(
             "cannot build on meta: another thread is in an init_on_meta block, expected one at a time. Build the "
@@ -618,10 +594,9 @@ def is_recording() -> bool:
 
 
 def _patches(recording: Recording, built: WeakSet[nn.Module]) -> Iterator[tuple[Any, str, Any]]:
-    """Yield patches for functions that no mode intercepts: seeding, construction, and some init functions.
+    """Yield patches for what no mode intercepts: seeding, construction, and init functions that do nothing on meta.
 
-    Without a patch, these init functions have no effect on meta. They are patched in all Python modules that imported
-    them by name.
+    These init functions are patched in all Python modules that imported them by name.
     """
     for function in (recording.manual_seed, recording.get_rng_state, recording.set_rng_state):
         yield torch, function.__name__, function
@@ -645,15 +620,12 @@ def _collecting(construct: Callable[..., None], built: WeakSet[nn.Module]) -> Ca
 
 
 def _attach(recording: Recording, module: nn.Module) -> None:
-    """Attach a module's recorded tensors to it.
-
-    A tensor that this recording did not change keeps the `RecordedTensor` of an earlier recording.
-    """
+    """Attach a module's recorded tensors to it; unchanged ones keep the `RecordedTensor` of an earlier recording."""
     earlier = attached(module, _RECORDED) or {}
     recorded = dict(earlier)
     for name, tensor in {**module._parameters, **module._buffers}.items():
         if tensor is not None and tensor.is_meta:
-            changed = recording.changed_since_init.get(storage_of(tensor))
+            changed = recording.changed_since_init.get(storage_address(tensor))
             if changed or (changed is not None and name not in recorded):
                 recorded[name] = RecordedTensor(recording, tensor.detach())
     if recorded:
@@ -668,7 +640,7 @@ def _mark_plain_tensors(recording: Recording, modules: set[nn.Module]) -> None:
     """Attach to plain tensors of modules how they were made; see [Note: plain tensors] in `plain_tensors`."""
     for each in plain_tensors(dict.fromkeys(modules, ""), {id(module) for module in modules}):
         tensor = each.tensor
-        if storage_of(tensor) in recording.changed_since_init:
+        if storage_address(tensor) in recording.changed_since_init:
             meta = tensor.detach()
             setattr(tensor, _MARK, RecordedTensor(recording, meta, changes_of(meta)))
 

@@ -10,7 +10,6 @@ import copy
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,8 +20,8 @@ from fsdp2_strategy.distributed.agreement import all_or_none, from_rank_0
 from fsdp2_strategy.distributed.process_group import is_rank_0
 from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.library_internals import forget_tensor_parallel_size
-from fsdp2_strategy.hf.peft.merge import has_adapters
-from fsdp2_strategy.hf.peft.methods import check_exportable_prompts, prompts_of
+from fsdp2_strategy.hf.peft.merge import peft_models
+from fsdp2_strategy.hf.peft.methods import check_exportable_prompts
 from fsdp2_strategy.hf.skeleton import meta_skeleton
 from fsdp2_strategy.model.fsdp_state import class_name
 from fsdp2_strategy.model.names import clean
@@ -44,15 +43,7 @@ class AdapterFiles:
 
     @classmethod
     def of(cls, root: nn.Module) -> tuple[Self, dict[str, torch.Tensor]]:
-        """Return the adapter files of the only peft model within a module; collective.
-
-        Returns:
-            The contents of the files, and the tensors of the peft model by name.
-
-        Raises:
-            CheckpointError: there is no peft model, or several; or parameters outside of the files are trainable, too.
-                All ranks raise.
-        """
+        """Return the adapter files of the only peft model within a module, and its tensors by name; collective."""
         with all_or_none("export adapters", CheckpointError):
             adapted = _adapted_model(root)
             tensors = adapted.state_dict(keep_vars=True)
@@ -82,17 +73,8 @@ class AdapterFiles:
 
 
 def _adapted_model(root: nn.Module) -> nn.Module:
-    """Return the only peft model within a module: a PeftModel, or a model into which peft injected adapters.
-
-    Raises:
-        CheckpointError: there is none, or there are several.
-    """
-    found: list[nn.Module] = []
-    if has_adapters(root):
-        from peft import PeftMixedModel, PeftModel  # noqa: PLC0415
-
-        kinds = (PeftModel, PeftMixedModel)
-        found = [module for module in root.modules() if isinstance(module, kinds) or "peft_config" in vars(module)]
+    """Return the only peft model within a module: a PeftModel, or a model into which peft injected adapters."""
+    found = peft_models(root)
     outermost = [m for m in found if not any(m is not other and m in set(other.modules()) for other in found)]
     if len(outermost) != 1:
         raise CheckpointError(
@@ -104,11 +86,7 @@ def _adapted_model(root: nn.Module) -> nn.Module:
 
 
 def _names_in_files(skeleton: Any) -> dict[str, dict[str, str]]:
-    """Map, for each adapter, the names in its file to the model's own names; not collective.
-
-    Args:
-        skeleton: meta skeleton of the model.
-    """
+    """Map, for each adapter, the names in its file to the model's own names; not collective."""
     from peft import PeftModel, get_peft_model_state_dict  # noqa: PLC0415
 
     for module in skeleton.modules():
@@ -123,7 +101,7 @@ def _names_in_files(skeleton: Any) -> dict[str, dict[str, str]]:
         if any(config.is_prompt_learning for config in skeleton.peft_config.values()):
             check_exportable_prompts(skeleton)
             # peft would compute the prompts, for which the skeleton has no values.
-            skeleton.get_prompt_embedding_to_save = partial(prompts_of, skeleton)
+            skeleton.get_prompt_embedding_to_save = lambda adapter: skeleton.prompt_encoder[adapter].embedding.weight
         for adapter in skeleton.peft_config:
             held = get_peft_model_state_dict(skeleton, state_dict=state, adapter_name=adapter)
             found[adapter] = {f"{prefix}{key}": own_names[id(tensor)] for key, tensor in held.items()}
@@ -131,11 +109,7 @@ def _names_in_files(skeleton: Any) -> dict[str, dict[str, str]]:
 
 
 def _check_complete(root: nn.Module, held: Sequence[torch.Tensor]) -> None:
-    """Raise if a trainable parameter is not among the tensors of the files.
-
-    Raises:
-        CheckpointError: the message names the parameters.
-    """
+    """Raise if a trainable parameter is not among the tensors of the files."""
     there = {id(tensor) for tensor in held}
     if lost := [clean(n) for n, p in root.named_parameters() if p.requires_grad and id(p) not in there]:
         raise CheckpointError(

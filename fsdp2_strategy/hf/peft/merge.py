@@ -59,11 +59,7 @@ class Merged:
 
 
 def without_adapters(root: nn.Module) -> Merged:
-    """Replace each adapted weight by a sharded placeholder that merges the active adapters; not collective.
-
-    Raises:
-        CheckpointError: an adapter is of a kind that cannot be merged row by row.
-    """
+    """Replace each adapted weight by a sharded placeholder that merges the active adapters; not collective."""
     if not has_adapters(root):
         return Merged(root)
     adapters: dict[int, torch.Tensor] = {}
@@ -129,14 +125,19 @@ def has_adapters(model: nn.Module) -> bool:
 def is_peft_model(model: nn.Module) -> bool:
     """Return whether peft wrapped or changed the model itself, rather than only a module within it.
 
-    LeRobot saves such a model as its adapters. A policy that contains a peft model builds the adapters itself, and is
-    saved with all its weights.
+    LeRobot saves such a model as its adapters, and a policy that contains a peft model with all its weights.
     """
-    if not has_adapters(model):
-        return False
+    return any(module is model for module in peft_models(model))
+
+
+def peft_models(root: nn.Module) -> list[nn.Module]:
+    """Return the modules within a module that are a PeftModel, or into which peft injected adapters."""
+    if not has_adapters(root):
+        return []
     from peft import PeftMixedModel, PeftModel  # noqa: PLC0415
 
-    return isinstance(model, PeftModel | PeftMixedModel) or "peft_config" in vars(model)
+    kinds = (PeftModel, PeftMixedModel)
+    return [module for module in root.modules() if isinstance(module, kinds) or "peft_config" in vars(module)]
 
 
 # --- module tree without adapters ------------------------------------------------------------------------------------
@@ -149,14 +150,9 @@ def _remove_adapters(
     name: str = "",
     done: dict[nn.Module, nn.Module] | None = None,
 ) -> nn.Module:
-    """Remove the adapters' modules from a copy of a module, and return the module that replaces the copy.
+    """Remove the adapters' modules from the copy ``new`` of a module, and return the module that replaces the copy.
 
-    Args:
-        new: the copy, which is changed.
-        module: the original.
-        merge: called for each adapted layer; None if the merged values are not needed.
-        name: the name of the module in the model.
-        done: results by original module, because a module may be registered several times.
+    ``merge`` is called for each adapted layer. ``done`` has results by original module: one may be registered twice.
     """
     done = {} if done is None else done
     if module in done:
@@ -176,14 +172,9 @@ def _remove_adapters(
 
 
 def _path_inside(module: nn.Module, *, merging: bool) -> str:
-    """Return the path of the submodule that replaces a peft module, relative to it; empty for other modules.
+    """Return the relative path of the submodule that replaces a peft module; empty for other modules.
 
-    Args:
-        module: any module.
-        merging: replace a module by its trained copy in ``modules_to_save``; if false, by its original.
-
-    Raises:
-        CheckpointError: ``merging`` is true, and the model learns prompts instead of adapting weights.
+    With ``merging``, that of a module in ``modules_to_save`` is its trained copy, otherwise its original.
     """
     from peft import PeftMixedModel, PeftModel  # noqa: PLC0415
     from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer  # noqa: PLC0415
@@ -209,11 +200,7 @@ def _path_inside(module: nn.Module, *, merging: bool) -> str:
 
 
 def _untie(model: nn.Module) -> None:
-    """Mark an embedding and a head as not tied in the configuration, if adapters were merged into one of them only.
-
-    Raises:
-        CheckpointError: the model ties other weights, too.
-    """
+    """Mark an embedding and a head as not tied in the configuration, if adapters were merged into one of them only."""
     for part in model.modules():
         ties: dict[str, str] = vars(part).get("all_tied_weights_keys") or {}
         broken = [pair for pair in ties.items() if _tensor(part, pair[0]) is not _tensor(part, pair[1])]
@@ -309,9 +296,7 @@ class _Rows:
     key: str
     """Name of the weight in the base layer."""
     active: tuple[str, ...]
-    """Names of the adapters to merge."""
     weight: torch.Tensor
-    """The weight in the model, sharded or not."""
     gathered: Mapping[int, torch.Tensor]
     """The full tensors of the adapters' parameters, by the ``id`` of the parameter."""
 
@@ -388,12 +373,7 @@ class _Rows:
         return gathered.narrow(dim, begin, length)
 
     def _shape_for_rows(self, tensor: torch.Tensor, length: int) -> list[int]:
-        """Return the shape of the base layer's other parameter in the copy of the layer that has only ``length`` rows.
-
-        Args:
-            tensor: the base layer's bias if the weight is merged; its weight if the bias is merged.
-            length: number of rows that are merged.
-        """
+        """Return the shape of the base layer's other parameter in a copy of the layer that has only ``length`` rows."""
         shape = list(tensor.shape)
         if self.key == "bias":
             shape[1 if _is_transposed(self.layer) else 0] = length

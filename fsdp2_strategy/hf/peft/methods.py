@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 from torch import nn
 
@@ -23,11 +22,7 @@ _REFUSED = {
 
 
 def check_trainable_adapters(model: nn.Module) -> None:
-    """Raise if a model has adapters of a method that cannot be trained when it is sharded; not collective.
-
-    Raises:
-        ShardError: the message names the method.
-    """
+    """Raise if a model has adapters of a method that cannot be trained when it is sharded; not collective."""
     for name, kind in _methods_of(model):
         if kind in _REFUSED:
             raise ShardError(
@@ -37,14 +32,11 @@ def check_trainable_adapters(model: nn.Module) -> None:
 
 
 def check_exportable_prompts(model: nn.Module) -> None:
-    """Raise if a model learns prompts that peft computes from other weights, so that its files lack these weights.
-
-    Raises:
-        CheckpointError: the message names the method.
-    """
+    """Raise if a model learns prompts that peft computes from other weights, so that its files lack these weights."""
     for module in model.modules():
-        for adapter, encoder in _prompt_encoders(module):
-            if not is_lookup(encoder):
+        encoders = module._modules.get("prompt_encoder")
+        for adapter, encoder in encoders.items() if isinstance(encoders, nn.ModuleDict) else ():
+            if not _is_lookup(encoder):
                 kind = original_class(encoder).__name__
                 raise CheckpointError(
                     f"cannot save the adapter {adapter!r} of {class_name(model)} in peft's format: {kind} computes its "
@@ -54,18 +46,12 @@ def check_exportable_prompts(model: nn.Module) -> None:
                 )
 
 
-def is_lookup(encoder: nn.Module) -> bool:
+def _is_lookup(encoder: nn.Module) -> bool:
     """Return whether a prompt encoder of peft returns the rows of its embedding unchanged."""
     kind = original_class(encoder).__name__
     return kind in ("PromptEmbedding", "MultitaskPromptEmbedding") or (
         kind == "PrefixEncoder" and not getattr(encoder, "prefix_projection", True)
     )
-
-
-def prompts_of(model: Any, adapter: str) -> nn.Parameter:
-    """Return the prompts of an adapter whose encoder is a lookup."""
-    weight: nn.Parameter = model.prompt_encoder[adapter].embedding.weight
-    return weight
 
 
 def _methods_of(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -77,9 +63,3 @@ def _methods_of(model: nn.Module) -> Iterator[tuple[str, str]]:
         for name, config in configs.items() if isinstance(configs, dict) else ():
             kind = getattr(config, "peft_type", "")
             yield name, str(getattr(kind, "value", kind)).upper()
-
-
-def _prompt_encoders(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    encoders = module._modules.get("prompt_encoder")
-    if "peft" in sys.modules and isinstance(encoders, nn.ModuleDict):
-        yield from encoders.items()

@@ -17,10 +17,10 @@ from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import is_rank_0
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.export import save_adapters, save_all_weights
-from fsdp2_strategy.hf.output_files import write_configuration
 from fsdp2_strategy.hf.peft.files import ADAPTER_WEIGHTS
 from fsdp2_strategy.hf.peft.merge import Merged, is_peft_model, without_adapter_modules
 from fsdp2_strategy.hf.skeleton import meta_skeleton
+from fsdp2_strategy.hf.transformers_models import write_configuration
 from fsdp2_strategy.integrations.lerobot.layout import PolicySidecars
 from fsdp2_strategy.model.ranks import on_model_ranks
 from fsdp2_strategy.model.wrappers import unwrap_model
@@ -75,10 +75,7 @@ def save_policy(
     if adapted:
         save_adapters(policy, None, folder, dtype=dtype, further=write_sidecars)
     else:
-        size = sys.maxsize
-        save_all_weights(
-            policy, None, folder, Merged, dtype=dtype, max_shard_size=size, kwargs={}, further=write_sidecars
-        )
+        save_all_weights(policy, None, folder, Merged, dtype=dtype, max_shard_size=sys.maxsize, further=write_sidecars)
 
 
 def _check_folder(folder: Path, *, adapted: bool) -> None:

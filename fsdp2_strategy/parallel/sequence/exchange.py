@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fsdp2_strategy.optim.shared_losses import computed_by
+from fsdp2_strategy.optim.step_sums import computed_by
 from fsdp2_strategy.parallel.sequence.ranks import SequenceRanks
 
 
@@ -39,7 +39,7 @@ def gather_sequence(tensor: torch.Tensor, ranks: SequenceRanks, dim: int = 1) ->
 
 
 def gather_results(tensor: torch.Tensor, ranks: SequenceRanks, dim: int = 1) -> torch.Tensor:
-    """Gather results from which all ranks compute the same loss; collective; see `optim.shared_losses`."""
+    """Gather results from which all ranks compute the same loss; collective; see `optim.step_sums`."""
     full: torch.Tensor = _GatherResults.apply(tensor, ranks, dim)  # type: ignore[no-untyped-call]
     return full
 
