@@ -9,6 +9,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import inspect
 import sys
+import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -36,6 +38,10 @@ INTEGRATIONS = {
 """How the files with the tests of each integration begin: ``pytest -m lerobot`` selects them."""
 
 
+ONE_IN = 2
+"""Of the cases of a test that `make test` leaves out, CI runs one in so many, and `make sweep` the others."""
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_POOL] = RankPool()
 
@@ -51,6 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     items[:] = [item for item in items if not (_is_shrunk(item) and item.get_closest_marker("real_sizes"))]
     items.sort(key=lambda item: (_is_shrunk(item), _world_size(item)))
+    _leave_to_sweep(items)
     for item in items:
         for name, files in INTEGRATIONS.items():
             if item.path.stem.startswith(files):
@@ -60,6 +67,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             continue  # long, and any worker can run it
         ranks = f"{_world_size(item)} ranks{' shrunk' * _is_shrunk(item)}"
         item.add_marker(pytest.mark.xdist_group(f"{ranks} {item.path.stem}"))
+
+
+def _leave_to_sweep(items: list[pytest.Item]) -> None:
+    """Mark further cases of tests for `make sweep`: CI runs one in `ONE_IN`, chosen by name, and at least two."""
+    cases = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("full") and not item.get_closest_marker("sweep"):
+            cases[item.path, getattr(item, "originalname", item.name), _is_shrunk(item)].append(item)
+    for of_test in cases.values():
+        of_test.sort(key=lambda item: zlib.crc32(item.name.encode()))
+        for item in of_test[max(2, -(-len(of_test) // ONE_IN)) :]:
+            item.add_marker("sweep")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -29,7 +29,7 @@ from fsdp2_strategy.errors import CheckpointError, ConfigError, OptimizerError, 
 from fsdp2_strategy.model.master_weights import masters_of
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.model.offloading import is_offloaded
-from fsdp2_strategy.optim.step import LossScale
+from fsdp2_strategy.optim.accumulation import LossScale
 
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.95)}
 
