@@ -13,7 +13,7 @@ from fsdp2_strategy.rollout.difference import TensorDifference
 from fsdp2_strategy.rollout.engine import ENGINES, Rollout, WeightUpdate
 from fsdp2_strategy.rollout.importance import ImportanceInputs, importance_inputs, sampled_log_probs
 from fsdp2_strategy.rollout.log_prob_differences import LogProbDifferences
-from fsdp2_strategy.rollout.protocol import RolloutEngine
+from fsdp2_strategy.rollout.protocol import Engine, RolloutEngine
 from fsdp2_strategy.rollout.remote import RemoteEngine, serve
 from fsdp2_strategy.rollout.sglang_engine import SGLangEngine
 from fsdp2_strategy.rollout.stream import WeightStream, stream_adapter, stream_weights, weight_checksums
@@ -22,6 +22,7 @@ from fsdp2_strategy.rollout.vllm_engine import VLLMEngine
 
 __all__ = [
     "ENGINES",
+    "Engine",
     "EngineAgreement",
     "ImportanceInputs",
     "LogProbDifferences",

@@ -52,9 +52,10 @@ class RolloutEngine(Protocol):
 
 
 class Engine(RolloutEngine):
-    """An engine without the optional members of `RolloutEngine`; the package's engines are subclasses.
+    """A base class for engines: the optional members of `RolloutEngine` raise, or return None for "not known".
 
-    Call an engine of any other class through `engine_of`, so that it has the same defaults.
+    The package's own engines are subclasses. An engine of any other class is called through a wrapper with the same
+    defaults.
     """
 
     dtype: Any = None
