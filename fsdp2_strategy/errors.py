@@ -102,6 +102,11 @@ def counted(count: int, what: str, plural: str = "s") -> str:
     return f"{count:,} {what if count == 1 else what + plural}"
 
 
+def dtype_text(dtype: object) -> str:
+    """Return the name of a dtype without "torch."."""
+    return str(dtype).removeprefix("torch.")
+
+
 def size_text(size_bytes: float) -> str:
     """Return a number of bytes with a unit, in powers of 1000."""
     for unit in ("B", "kB", "MB", "GB"):

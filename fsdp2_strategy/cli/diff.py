@@ -20,7 +20,7 @@ from fsdp2_strategy.checkpoint.reader import Opened, opened_with_headers
 from fsdp2_strategy.checkpoint.storage import stored_in
 from fsdp2_strategy.cli.found import components_in, key_of, read_newest
 from fsdp2_strategy.cli.output import Output
-from fsdp2_strategy.errors import counted
+from fsdp2_strategy.errors import counted, dtype_text
 from fsdp2_strategy.storage.regions import Region
 from fsdp2_strategy.storage.safetensors_format import Entry
 from fsdp2_strategy.storage.verified_read import Reader, ReadRequest
@@ -49,7 +49,7 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
                 if not difference.elements and one.dtype == other.dtype:
                     equal += 1
                     continue
-                dtypes = [str(entry.dtype).removeprefix("torch.") for entry in (one, other)]
+                dtypes = [dtype_text(entry.dtype) for entry in (one, other)]
                 cast = f"{dtypes[0]} and {dtypes[1]}, " if dtypes[0] != dtypes[1] else ""
                 facts, text = {"dtypes": dtypes, **vars(difference)}, f"{cast}{difference}"
             differing += 1

@@ -18,7 +18,7 @@ from fsdp2_strategy.checkpoint.reader import Opened, opened_with_headers
 from fsdp2_strategy.checkpoint.storage import stored_in
 from fsdp2_strategy.cli.found import components_in, key_of, read_newest
 from fsdp2_strategy.cli.output import Output
-from fsdp2_strategy.errors import counted, size_text
+from fsdp2_strategy.errors import counted, dtype_text, size_text
 from fsdp2_strategy.storage.safetensors_format import Entry
 
 _LAYOUTS = {"own": "fsdp2_strategy", "lerobot": "LeRobot", "trainer": "transformers Trainer"}
@@ -49,7 +49,7 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
             f"{size_text(totals['bytes'])}"
         )
         for entry in entries.values():
-            dtype = str(entry.dtype).removeprefix("torch.")
+            dtype = dtype_text(entry.dtype)
             output.line(f"  {entry.name}  {dtype}  {list(entry.shape)}")
     return 0
 
@@ -114,7 +114,7 @@ def _totals(entries: Mapping[str, Entry]) -> dict[str, int]:
 
 def _listed(entries: Mapping[str, Entry]) -> list[dict[str, Any]]:
     return [
-        {"name": e.name, "dtype": str(e.dtype).removeprefix("torch."), "shape": list(e.shape), "file": e.path.name}
+        {"name": e.name, "dtype": dtype_text(e.dtype), "shape": list(e.shape), "file": e.path.name}
         for e in entries.values()
     ]
 

@@ -20,7 +20,7 @@ import torch
 
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.log import log
-from fsdp2_strategy.errors import CheckpointError, DamageError, shown
+from fsdp2_strategy.errors import CheckpointError, DamageError, dtype_text, shown
 from fsdp2_strategy.hf.weights_folder import CONFIG, write_index
 from fsdp2_strategy.storage.checksums import Checksums
 from fsdp2_strategy.storage.output_files import File, create_files, files_for
@@ -78,7 +78,7 @@ class NewFolder:
         if self._dtype is not None and (folder / CONFIG).is_file():
             config = _configuration(folder / CONFIG)
             if "dtype" in config or "model_type" in config:  # a LeRobot configuration may have neither
-                config["dtype"] = str(self._dtype).removeprefix("torch.")
+                config["dtype"] = dtype_text(self._dtype)
                 (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         write_index(folder, self._files)
         self._staged.publish()

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from fsdp2_strategy.errors import dtype_text
 from fsdp2_strategy.storage.regions import Region
 
 
@@ -46,7 +47,7 @@ def write_configuration(folder: Path, skeleton: Any, regions: Mapping[str, Regio
         return
     config = copy.deepcopy(skeleton.config)
     floating = [region.dtype for region in regions.values() if region.dtype.is_floating_point]
-    config.dtype = str(floating[0]).removeprefix("torch.") if floating else config.dtype
+    config.dtype = dtype_text(floating[0]) if floating else config.dtype
     config.architectures = [type(skeleton).__name__]
     if skeleton.is_remote_code():
         from transformers.dynamic_module_utils import custom_object_save  # noqa: PLC0415

@@ -26,13 +26,13 @@ from torch import nn
 from fsdp2_strategy.distributed.agreement import all_or_none, any_rank
 from fsdp2_strategy.distributed.collectives import all_reduce
 from fsdp2_strategy.distributed.process_group import rank, sequence_size
-from fsdp2_strategy.errors import RolloutError, counted, some
+from fsdp2_strategy.errors import RolloutError, counted, dtype_text, some
 from fsdp2_strategy.logprob import token_log_probs
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.rollout.compared_sequences import ACTION, ComparedSequences
 from fsdp2_strategy.rollout.experts import chosen_experts, has_routers
 from fsdp2_strategy.rollout.log_prob_differences import LogProbDifferences, log_prob_differences
-from fsdp2_strategy.rollout.protocol import Engine, dtype_text
+from fsdp2_strategy.rollout.protocol import Engine
 from fsdp2_strategy.rollout.sampling import loaded_tokenizer
 from fsdp2_strategy.rollout.stream import stream_weights, weight_checksums
 

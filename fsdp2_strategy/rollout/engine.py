@@ -22,13 +22,13 @@ from fsdp2_strategy.distributed.agreement import all_or_none, any_rank, check_eq
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import group_in_use, world_size
-from fsdp2_strategy.errors import RolloutError, some
+from fsdp2_strategy.errors import RolloutError, dtype_text, some
 from fsdp2_strategy.model.fsdp_state import is_sharded
 from fsdp2_strategy.model.ranks import on_ranks_of
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.rollout.agreement import EngineAgreement, check_engine_agreement
 from fsdp2_strategy.rollout.difference import Change
-from fsdp2_strategy.rollout.protocol import Engine, RolloutEngine, check_takes_changes, dtype_text, engine_of
+from fsdp2_strategy.rollout.protocol import Engine, RolloutEngine, check_takes_changes, engine_of
 from fsdp2_strategy.rollout.retained import Retain
 from fsdp2_strategy.rollout.sglang_engine import SGLangEngine
 from fsdp2_strategy.rollout.stream import forget_changes, stream_weights, weight_checksums

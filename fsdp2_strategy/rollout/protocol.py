@@ -136,8 +136,3 @@ def check_takes_changes(engine: Engine) -> None:
             f"cannot update weights by difference: {engine.class_name} has no update_changed_weights and "
             "weights_version, expected both. Add them (see RolloutEngine), or update without by_difference."
         )
-
-
-def dtype_text(dtype: torch.dtype | str) -> str:
-    """Return the name of a dtype without "torch."."""
-    return str(dtype).removeprefix("torch.")

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2_strategy.distributed.process_group import group_in_use, local_world_size, ranks_of
-from fsdp2_strategy.errors import RolloutError
-from fsdp2_strategy.rollout.protocol import dtype_text
+from fsdp2_strategy.errors import RolloutError, dtype_text
 
 _REQUIRED = object()
 

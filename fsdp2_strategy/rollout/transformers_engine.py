@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fsdp2_strategy.distributed.process_group import current_device
-from fsdp2_strategy.errors import RolloutError, did_you_mean
+from fsdp2_strategy.errors import RolloutError, did_you_mean, dtype_text
 from fsdp2_strategy.hf.library_internals import dtype_plan, mark_initialized
 from fsdp2_strategy.hf.meta.init_on_meta import keep_dtypes
 from fsdp2_strategy.hf.peft.merge import without_adapters
@@ -26,7 +26,7 @@ from fsdp2_strategy.model.fsdp_state import class_name
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.parallel.routing.replay import record_routing
 from fsdp2_strategy.rollout.experts import chosen_experts
-from fsdp2_strategy.rollout.protocol import Changes, Engine, Weights, dtype_text
+from fsdp2_strategy.rollout.protocol import Changes, Engine, Weights
 from fsdp2_strategy.rollout.sampling import RequestOutput, generate_samples, loaded_tokenizer
 from fsdp2_strategy.rollout.stream import stream_weights, weight_checksums
 from fsdp2_strategy.rollout.weight_loader import WeightLoader

@@ -16,7 +16,7 @@ import torch
 
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.process_group import current_device
-from fsdp2_strategy.errors import RolloutError, shown
+from fsdp2_strategy.errors import RolloutError, dtype_text, shown
 
 _DEEPEST = 64
 """Maximum nesting of a value."""
@@ -24,7 +24,7 @@ _MOST_DIMENSIONS = 64
 _MOST_BYTES = 1 << 42
 """Maximum size of the tensors of a message."""
 _DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
+    dtype_text(dtype): dtype
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype) and not str(dtype).startswith("torch.q")  # quantized tensors also have scales
 }
@@ -43,7 +43,7 @@ def describe(tensors: Sequence[torch.Tensor]) -> list[tuple[str, list[int]]]:
             f"cannot send a message: it has {len(tensors)} tensors, expected at most {sizes.MESSAGE_TENSORS}. Stack "
             "tensors of equal shape."
         )
-    return [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors]
+    return [(dtype_text(tensor.dtype), list(tensor.shape)) for tensor in tensors]
 
 
 def described(header: Mapping[str, Any], count: int) -> list[tuple[torch.dtype, list[int]]]:

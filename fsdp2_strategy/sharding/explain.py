@@ -20,7 +20,7 @@ from fsdp2_strategy.config.strategy_config import StrategyConfig
 from fsdp2_strategy.distributed import process_group
 from fsdp2_strategy.distributed.mesh import check_expert_size, check_shard_size
 from fsdp2_strategy.distributed.torch_internals import BATCH_NORMS
-from fsdp2_strategy.errors import ShardError, counted, size_text, some
+from fsdp2_strategy.errors import ShardError, counted, dtype_text, size_text, some
 from fsdp2_strategy.model.buffers import unchanged_buffers
 from fsdp2_strategy.model.fsdp_state import class_name, is_sharded
 from fsdp2_strategy.model.names import clean, generic_name, persistent_buffers
@@ -274,4 +274,4 @@ def _shape(unit: Unit) -> object:
 
 
 def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
+    return dtype_text(dtype).replace("bfloat", "bf").replace("float", "fp")

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fsdp2_strategy.errors import shown
+from fsdp2_strategy.errors import dtype_text, shown
 from fsdp2_strategy.storage.schema import InvalidError
 
 _FLOAT, _DICT, _COUNTER, _TENSOR = (f"__{name}__" for name in ("float", "dict", "counter", "tensor"))
@@ -33,7 +33,7 @@ def as_json_values(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.numel() <= _MAX_ELEMENTS and not value.is_complex():
         local = value.detach().cpu()
         listed = as_json_values(local.double().tolist() if local.is_floating_point() else local.tolist())
-        return {_TENSOR: listed, "dtype": str(local.dtype).removeprefix("torch.")}
+        return {_TENSOR: listed, "dtype": dtype_text(local.dtype)}
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {_FLOAT: str(float(value))}
     if isinstance(value, list | tuple):
