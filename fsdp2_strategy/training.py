@@ -25,10 +25,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.checkpoint.background_save import forget_groups
 from fsdp2_strategy.checkpoint.data_position import DataPositionMode, Later, Loader
+from fsdp2_strategy.checkpoint.different_steps import compare_with_next_directories
 from fsdp2_strategy.checkpoint.layout import Layout
 from fsdp2_strategy.checkpoint.load import load_checkpoint
 from fsdp2_strategy.checkpoint.random_state import seed_everything
-from fsdp2_strategy.checkpoint.resumed import compare_with_next_directories
 from fsdp2_strategy.checkpoint.save import end_saving, save_checkpoint, wait_for_checkpoint
 from fsdp2_strategy.checkpoint.several_models import Models, for_each, joined, models_by_name
 from fsdp2_strategy.checkpoint.training_state import LoadedCheckpoint, schedule_state

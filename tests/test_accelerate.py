@@ -16,7 +16,7 @@ import yaml
 
 from fsdp2_strategy import StrategyConfig
 from fsdp2_strategy.errors import ConfigError
-from fsdp2_strategy.integrations.accelerate.keys import KEYS, SECTIONS, TOP
+from fsdp2_strategy.integrations.accelerate.key_table import KEYS, SECTIONS, TOP
 
 FSDP = {"distributed_type": "FSDP"}
 SHARDED = {"bf16": False}

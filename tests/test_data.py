@@ -23,8 +23,8 @@ from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
 from fsdp2_strategy.checkpoint import data_position
 from fsdp2_strategy.data import EpisodeOrder, GlobalOrder, MixtureOrder, ResumableLoader
 from fsdp2_strategy.data.batches import Anchor, BatchPlan
+from fsdp2_strategy.data.sample_fetcher import SampleFetcher
 from fsdp2_strategy.data.sampler import ResumableSampler
-from fsdp2_strategy.data.workers import SampleFetcher
 from fsdp2_strategy.errors import ArgumentError, CheckpointError, CorruptDataError, DataError
 
 

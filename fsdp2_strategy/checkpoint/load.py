@@ -30,6 +30,7 @@ from fsdp2_strategy.checkpoint.data_position import (
     parse_rank_state,
     restore_position,
 )
+from fsdp2_strategy.checkpoint.different_steps import record_resume
 from fsdp2_strategy.checkpoint.directory import recover
 from fsdp2_strategy.checkpoint.file_schemas import RANK_FILE_BYTES
 from fsdp2_strategy.checkpoint.foreign_formats import Foreign, find_foreign, is_foreign, load_foreign
@@ -67,7 +68,6 @@ from fsdp2_strategy.checkpoint.paths import (
 )
 from fsdp2_strategy.checkpoint.random_state import RNG_BYTES, check_rng, derive_seed, load_rng, seed_everything
 from fsdp2_strategy.checkpoint.reader import Opened, check_structure, open_checkpoint
-from fsdp2_strategy.checkpoint.resumed import record_resume
 from fsdp2_strategy.checkpoint.several_models import ONLY, Models, arguments_by_model, check_saved_models
 from fsdp2_strategy.checkpoint.signature import read_key
 from fsdp2_strategy.checkpoint.storage import LoadTargets, read_all, stored_in, targets_by_name

@@ -287,7 +287,7 @@ class StrategyConfig:
             >>> config = config.replace(max_norm=1.0, train_batch_size=64)  # doctest: +SKIP
         """
         # The core knows no integration: this one is imported when it is asked for.
-        return cls(**import_module("fsdp2_strategy.integrations.accelerate.config_file").fields_of(path))
+        return cls(**import_module("fsdp2_strategy.integrations.accelerate.translate").fields_of(path))
 
     @classmethod
     def from_args(cls, args: object) -> StrategyConfig:

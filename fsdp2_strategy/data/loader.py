@@ -27,10 +27,10 @@ from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset,
 from fsdp2_strategy.config.arguments import check_number
 from fsdp2_strategy.data.batches import Anchor, BatchPlan, Key, Tail
 from fsdp2_strategy.data.dataset_order import LaneLayout, choose_order
+from fsdp2_strategy.data.needed_episodes import EpisodeAnnouncer
 from fsdp2_strategy.data.order import Order
 from fsdp2_strategy.data.permutation import Indices
-from fsdp2_strategy.data.prefetch import EpisodeAnnouncer
-from fsdp2_strategy.data.workers import SampleFetcher, identity, ignore_foreign_sigterm
+from fsdp2_strategy.data.sample_fetcher import SampleFetcher, identity, ignore_foreign_sigterm
 from fsdp2_strategy.distributed.agreement import check_equal
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
@@ -56,7 +56,7 @@ class ResumableLoader:
     Args:
         dataset: a map-style data set. ``pool`` requires its attribute ``episode_lengths``. With ``pool``, a method
             ``hold`` of the data set is called with the episodes that are needed now and next; see
-            `fsdp2_strategy.data.prefetch`. ``weights`` requires a `ConcatDataset`.
+            `fsdp2_strategy.data.needed_episodes`. ``weights`` requires a `ConcatDataset`.
         global_batch_size: number of samples of a batch over all ranks, at least one per rank. If the ranks do not
             divide it, the parts of two ranks differ by one sample; without ``tail="pad"``, a warning says so.
         seed: seed of the order and the augmentation.

@@ -54,7 +54,6 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.torch_internals import (
-    CONVOLUTIONS,
     base_of,
     begin_forward,
     choose_root,
@@ -74,18 +73,13 @@ from fsdp2_strategy.distributed.torch_internals import (
 from fsdp2_strategy.errors import ShardError, some
 from fsdp2_strategy.model.failed_passes import record_failed_pass, reset_after_failed_forward
 from fsdp2_strategy.sharding.activation_checkpointing import decoders, is_cache
+from fsdp2_strategy.sharding.own_dtype import cast_inputs_to, cast_to_own, needs_own_dtype
 from fsdp2_strategy.sharding.prefetch import PrefetchOrder
 
 _PassKind = tuple[str, bool, bool]
 """The kind of a pass: its method, whether the model is in training mode, whether gradients are enabled."""
 
 _Inputs = tuple[tuple[Any, ...], dict[str, Any]]
-
-# Modules that raise an error if the dtype of an input differs from the dtype of their parameters.
-_NEEDS_OWN_DTYPE = (
-    *(nn.Linear, nn.Bilinear, *CONVOLUTIONS, nn.MultiheadAttention, nn.LayerNorm, nn.GroupNorm),
-    *(nn.RNNBase, nn.RNNCellBase, nn.PReLU, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
-)
 
 _DIFFERENT_DTYPES = re.compile("same d?type|should be the same|expected scalar type")
 """Parts of torch's errors about tensors of two dtypes."""
@@ -339,7 +333,7 @@ class BypassHooks:
             return changed
         if around and around[-1].was_bypassed:
             dtype = self._casts.get(around[-1].module)
-            cast = None if dtype is None else _cast(dtype, args, kwargs)
+            cast = None if dtype is None else cast_inputs_to(dtype, args, kwargs)
         else:
             is_cast = self._has_half_precision and needs_own_dtype(module)
             cast = cast_to_own(module, args, kwargs) if is_cast else None
@@ -447,31 +441,6 @@ class _Unit:
             pre_backward_hook(state)(None)
         for param_group in param_groups_of(state):
             gather(param_group)
-
-
-def needs_own_dtype(module: nn.Module) -> bool:
-    """Return whether a module raises an error for inputs of another dtype than its weights; [Note: fp32 inputs]."""
-    return isinstance(module, _NEEDS_OWN_DTYPE)
-
-
-def cast_to_own(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs | None:
-    """Cast floating inputs to the dtype of a module's weights, unless autocast is enabled; a forward pre-hook."""
-    parameter = next(module.parameters(), None)
-    if parameter is None or torch.is_autocast_enabled(parameter.device.type):
-        return None
-    return _cast(parameter.dtype, args, kwargs)
-
-
-def _cast(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs | None:
-    """Return the inputs with all floating tensors cast to ``dtype``; None if no tensor has another dtype."""
-
-    def differs(value: object) -> bool:
-        return isinstance(value, torch.Tensor) and value.dtype != dtype and value.is_floating_point()
-
-    if not any(map(differs, args)) and not any(map(differs, kwargs.values())):
-        return None
-    named = {name: value.to(dtype) if differs(value) else value for name, value in kwargs.items()}
-    return tuple(value.to(dtype) if differs(value) else value for value in args), named
 
 
 def _find_units_around(

@@ -40,8 +40,8 @@ from fsdp2_strategy.distributed.torch_internals import cast_floating
 from fsdp2_strategy.errors import ShardError, did_you_mean
 from fsdp2_strategy.hf.library_internals import lists_blocks
 from fsdp2_strategy.model.fsdp_state import class_name
-from fsdp2_strategy.sharding.bypassed_units import cast_to_own, needs_own_dtype
 from fsdp2_strategy.sharding.module_tree import ModuleTree
+from fsdp2_strategy.sharding.own_dtype import cast_to_own, needs_own_dtype
 from fsdp2_strategy.sharding.skipped_units import with_input
 
 _FOR_LOSS_OR_TIME = re.compile(r"(labels?|targets?|advantages?|returns|rewards?|log_?probs|timesteps?|sigmas?)$")

@@ -44,7 +44,7 @@ from fsdp2_strategy.model.state import Slot, attach, attached, model_state
 from fsdp2_strategy.model.wrappers import register_wrapper, unwrap_model
 from fsdp2_strategy.sharding.activation_checkpointing import recompute_activations
 from fsdp2_strategy.sharding.blocks import has_forward
-from fsdp2_strategy.sharding.bypassed_units import BypassHooks, cast_to_own, clone_view_outputs, needs_own_dtype
+from fsdp2_strategy.sharding.bypassed_units import BypassHooks, clone_view_outputs
 from fsdp2_strategy.sharding.direct_use import DirectUses
 from fsdp2_strategy.sharding.features import feature
 from fsdp2_strategy.sharding.gradient_dtypes import fix_gradient_dtypes
@@ -58,6 +58,7 @@ from fsdp2_strategy.sharding.input_casts import (
     check_selected,
 )
 from fsdp2_strategy.sharding.missing_gradients import fill_missing_gradients
+from fsdp2_strategy.sharding.own_dtype import cast_to_own, needs_own_dtype
 from fsdp2_strategy.sharding.plan import ShardPlan, modules_to_recompute, plan_units
 from fsdp2_strategy.sharding.prefetch import PrefetchOrder
 from fsdp2_strategy.sharding.rank_divergence import watch_units

@@ -3,7 +3,7 @@
 Input: the YAML or JSON file that ``accelerate config`` writes and ``accelerate launch --config_file`` reads. Output:
 fields as a plain dict, for `strategy_config`, and one log record about settings that work differently here.
 
-`keys` defines the meaning of each single key; this module derives the fields that depend on several keys.
+`key_table` defines the meaning of each single key; this module derives the fields that depend on several keys.
 accelerate reads ``fsdp_config`` and ``parallelism_config`` only if ``distributed_type`` is FSDP, and the options of
 torch.compile only if ``dynamo_backend`` is set. This module ignores these keys in the same cases.
 """
@@ -20,7 +20,7 @@ import torch
 from fsdp2_strategy.config.aliases import read_mapping
 from fsdp2_strategy.distributed.log import log, show_log
 from fsdp2_strategy.errors import ConfigError
-from fsdp2_strategy.integrations.accelerate import keys as table
+from fsdp2_strategy.integrations.accelerate import key_table as table
 
 _DEFAULT_MIN_UNIT_PARAMS = 100_000_000  # the launcher's default
 

@@ -1,6 +1,6 @@
 """Define the supported keys of accelerate's configuration file.
 
-Input: nothing. Output: one table of keys, for `config_file`; docs/coming_from_accelerate.md prints the table.
+Input: nothing. Output: one table of keys, for `translate`; docs/coming_from_accelerate.md prints the table.
 
 [Note: keys] The table has four kinds of keys:
 
