@@ -353,7 +353,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_reported_and_deleted_by_the
             raise PermissionError(13, "Permission denied", str(path))
         return original(path, target)
 
-    def fails(path):
+    def fails(path, *_):
         raise OSError(f"cannot delete {path}")
 
     def save(step):
@@ -375,8 +375,11 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_reported_and_deleted_by_the
         later = int(in_background)  # then the old ones are deleted at the next save
         for step in range(1 + later):
             save(step)
-        with patch.object(Path, "rename", rename), pytest.raises(CheckpointError, match=r"PermissionError.*/actor'"):
+        with patch.object(Path, "rename", rename), patch.object(directory.logger, "warning") as warn:
             save(1 + later)
+        if dist.get_rank() == 0:
+            texts = [call.args[0] % call.args[1:] for call in warn.call_args_list]
+            assert any("/actor: [Errno 13]" in text and "The next save tries again" in text for text in texts), texts
         assert "global_step_0/actor" in left()
         with patch.object(directory, "delete", fails), patch.object(directory.logger, "warning") as warn:
             save(2 + later)
@@ -442,7 +445,7 @@ def test_the_generator_yields_the_weights_of_the_unsharded_model(tmp_path, offlo
         worker = worker_of(folder, engine={"param_offload": offloads})
         stream, adapter = worker.engine.get_per_tensor_param(layered_summon=False, base_sync_done=True)
         expected = LlamaForCausalLM.from_pretrained(folder).state_dict()
-        assert inspect.isgenerator(stream) and adapter is None
+        assert iter(stream) is stream and adapter is None
         assert_equal(dict(stream), expected)
         half = worker_of(folder, engine={"mixed_precision": None}).engine
         assert_equal(dict(half.get_per_tensor_param()[0]), {n: t.bfloat16() for n, t in expected.items()})
