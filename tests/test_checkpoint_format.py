@@ -45,7 +45,7 @@ from fsdp2_strategy.storage.component import Component
 from fsdp2_strategy.storage.output_files import create_files, files_for
 from fsdp2_strategy.storage.regions import Region
 from fsdp2_strategy.storage.replicated_reads import read_requests_for
-from fsdp2_strategy.storage.safetensors_format import DTYPES
+from fsdp2_strategy.storage.safetensors_format import DTYPES, read_header
 from fsdp2_strategy.storage.verified_read import Reader, ReadRequest
 from fsdp2_strategy.storage.write import WriteRequest, write_all
 
@@ -253,6 +253,20 @@ def test_any_sharding_and_dtype_is_written_and_read(tmp_path):
     targets = targets_by_name("state", other, stored_in(tmp_path))
     read_all([r for target in targets for r in read_requests_for(*target)], None, "reading")
     assert not [n for n in state if not torch.equal(bits(other[n].to_local()), bits(state[n].to_local()))]
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_with_nothing_to_read_and_components_of_one_folder_are_no_special_cases(tmp_path):
+    one, two = torch.arange(4), torch.arange(5)
+    write_components([Component.of(tmp_path, {"x": one}), Component.of(tmp_path, {"x": two}, stem="adapter")])
+    dist.barrier()
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["x"], one)
+    assert torch.equal(load_file(tmp_path / "adapter.safetensors")["x"], two)
+    stored = {entry.name: entry for entry in read_header(tmp_path / "adapter.safetensors").values()}
+    found = torch.zeros(5, dtype=torch.int64)
+    requests = read_requests_for(*targets_by_name("state", {"x": found}, stored)[0])
+    read_all(requests if dist.get_rank() else [], None, "reading")
+    assert torch.equal(found, two if dist.get_rank() else torch.zeros_like(two))
 
 
 @pytest.mark.real_sizes

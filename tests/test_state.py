@@ -67,7 +67,7 @@ def test_no_other_table_of_models_is_kept():
         "model/state.py": {"_states"},
         "model/master_weights.py": {"_optimizers"},
         "distributed/background_store.py": {"_stores"},
-        "distributed/process_group.py": {"_full_trainers", "_group_counts", "_joined"},
+        "distributed/process_group.py": {"_group_counts", "_joined"},
         "hf/meta/recorded_init.py": {"_recordings"},
         "integrations/vitra/epochs.py": {"_original_seeds"},
     }

@@ -32,10 +32,9 @@ from fsdp2_strategy.errors import CheckpointError, DamageError, some
 from fsdp2_strategy.hf.mismatches import CHECKPOINT, describe_shapes
 from fsdp2_strategy.storage.checksums import Block, Checksums
 from fsdp2_strategy.storage.component import Component
-from fsdp2_strategy.storage.dcp_load import LocalLoadPlanner, RegionReader
+from fsdp2_strategy.storage.dcp_load import LocalLoadPlanner, Reads, RegionReader
 from fsdp2_strategy.storage.dcp_save import ComponentWriter, LocalSavePlanner
 from fsdp2_strategy.storage.file_reads import repeated
-from fsdp2_strategy.storage.nested_states import FlatState
 from fsdp2_strategy.storage.regions import Region
 from fsdp2_strategy.storage.safetensors_format import Entry, read_header
 from fsdp2_strategy.storage.shares import gathered_write_requests
@@ -71,7 +70,7 @@ def targets_by_name(what: str, tensors: Mapping[str, torch.Tensor], stored: Mapp
 def write_components(components: Sequence[Component]) -> dict[Path, list[Block]]:
     """Write components and fsync their files; return the checksums of the bytes that this rank wrote; collective."""
     writer = ComponentWriter()
-    state: dict[str, Any] = {str(component.folder): component for component in components}
+    state: dict[str, Any] = {str(each.folder / each.stem): each for each in components}
     with convert_dcp_errors():
         save(
             state,
@@ -128,11 +127,11 @@ def _gather_regions(component: Component) -> Iterator[tuple[str, list[WriteReque
 
 def read_all(requests: Sequence[ReadRequest], checksums: Checksums | None, label: str) -> None:
     """Carry out this rank's read requests; collective. ``label`` names the load in the progress bar."""
-    state: dict[str, Any] = {"reads": {f"{i} {request.name}": request for i, request in enumerate(requests)}}
-    regions = {name: request.region for name, request in FlatState.of(state, "load").values.items()}
+    reads = Reads(requests)
+    regions = {key: request.region for key, request in reads.by_key().items()}
     with convert_dcp_errors(DamageError):
         load(
-            state,
+            {"reads": reads},
             storage_reader=RegionReader(regions, checksums, label),
             planner=LocalLoadPlanner(),
             process_group=group_in_use(),

@@ -60,6 +60,14 @@ class _Stored:
     values: Mapping[str, str]
 
 
+class Reads(list[ReadRequest]):
+    """What this rank reads, in place of a state dict's values: names and shapes are matched already."""
+
+    def by_key(self) -> dict[str, ReadRequest]:
+        """Return the requests by a key of their own; several may have the same name."""
+        return {f"{number} {request.name}": request for number, request in enumerate(self)}
+
+
 class RegionReader(StorageReader):
     """Read boxes of regions; each rank reads its byte ranges directly into its shards."""
 
@@ -279,12 +287,14 @@ class LocalLoadPlanner(LoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Flatten the state dict; not collective. Its values may be `ReadRequest`s, which say what to read.
+        """Flatten the state dict; not collective. `Reads` in place of values say what to read.
 
         Raises:
             CheckpointError: two values have one name.
         """
-        self._state, self._flat = state_dict, FlatState.of(state_dict, "load")
+        reads = [value for value in state_dict.values() if isinstance(value, Reads)]
+        self._requests = reads[0].by_key() if reads else {}
+        self._state, self._flat = state_dict, FlatState.of({} if reads else state_dict, "load")
         self._stored = metadata.state_dict_metadata if metadata else {}
 
     def create_local_plan(self) -> LoadPlan:
@@ -298,10 +308,9 @@ class LocalLoadPlanner(LoadPlanner):
 
     def _items(self) -> Iterator[ReadItem]:
         missing = []
+        for key, request in self._requests.items():
+            yield _read_item(key, key, request.box, [0] * len(request.box))
         for name in self._flat.paths:
-            if isinstance(request := self._flat.values.get(name), ReadRequest):
-                yield _read_item(name, name, request.box, [0] * len(request.box))
-                continue
             stored = self._rename(name) if self._rename else name
             kind = TensorStorageMetadata if name in self._flat.tensors else BytesStorageMetadata
             if not isinstance(self._stored.get(stored), kind):
@@ -354,8 +363,8 @@ class LocalLoadPlanner(LoadPlanner):
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """Return the box of this rank's part of a tensor that an item fills."""
         name = read_item.dest_index.fqn
-        if isinstance(request := self._flat.values.get(name), ReadRequest):
-            return request.tensor
+        if name in self._requests:
+            return self._requests[name].tensor
         local = values_of(self._flat.tensors[name])
         for dim, (begin, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             local = local.narrow(dim, begin, length)

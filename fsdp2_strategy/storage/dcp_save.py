@@ -94,7 +94,7 @@ class LocalSavePlanner(SavePlanner):
             CheckpointError: two values have one name, a value is neither a tensor nor JSON, or a dtype is unknown.
         """
         self._values: Mapping[str, str] = {}
-        if state_dict and all(isinstance(value, Component) for value in state_dict.values()):
+        if any(isinstance(value, Component) for value in state_dict.values()):
             self._components: Mapping[str, Component] = state_dict
             return
         flat = FlatState.of(state_dict, "save")
