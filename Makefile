@@ -6,7 +6,7 @@
 # make soak       kills at random moments, until benchmarks/results/kills.json has KILLS of them; can be stopped
 # make big        runs of a real size, 16 GB
 # make dist       the files of a release, for a package index
-# make sweep      tests on all model types of transformers and all tutorials, longer than CI has time for
+# make sweep      further cases of tests, and all model types of transformers: longer than CI has time for
 # make peers      the tests that run the own code of LeRobot, VITRA and LightRFT
 # make suites     TRL's and transformers' own tests of their trainers, with our trainers
 # make lowest     core tests, with the lowest versions of other packages

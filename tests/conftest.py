@@ -38,7 +38,7 @@ INTEGRATIONS = {
 """How the files with the tests of each integration begin: ``pytest -m lerobot`` selects them."""
 
 
-ONE_IN = 2
+ONE_IN = 3
 """Of the cases of a test that `make test` leaves out, CI runs one in so many, and `make sweep` the others."""
 
 
@@ -70,14 +70,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _leave_to_sweep(items: list[pytest.Item]) -> None:
-    """Mark further cases of tests for `make sweep`: CI runs one in `ONE_IN`, chosen by name, and at least two."""
+    """Mark further cases of tests for `make sweep`: CI runs one in `ONE_IN`, chosen by name."""
     cases = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("full") and not item.get_closest_marker("sweep"):
+        if item.get_closest_marker("full") and not any(map(item.get_closest_marker, ("sweep", "each"))):
             cases[item.path, getattr(item, "originalname", item.name), _is_shrunk(item)].append(item)
     for of_test in cases.values():
         of_test.sort(key=lambda item: zlib.crc32(item.name.encode()))
-        for item in of_test[max(2, -(-len(of_test) // ONE_IN)) :]:
+        for item in of_test[-(-len(of_test) // ONE_IN) :]:
             item.add_marker("sweep")
 
 

@@ -50,6 +50,7 @@ def errors_in(found: Any) -> Iterator[str]:
 
 
 @pytest.mark.full
+@pytest.mark.each
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_smoke(name, tmp_path):
     for module in (*NEEDS.get(name, ()), *(["matplotlib"] if name in DRAWN else [])):

@@ -38,6 +38,8 @@ from fsdp2_strategy.errors import CheckpointError, DataError
 from fsdp2_strategy.integrations.trl import with_fsdp2
 from fsdp2_strategy.model.names import named_parameters
 
+pytestmark = pytest.mark.each
+
 EXAMPLES = Path(sft.__file__).parent
 TINY = ["--warm-start-steps", "3", "--train-batch-size", "16", "--micro-train-batch-size", "4"]
 

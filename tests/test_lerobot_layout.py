@@ -325,10 +325,9 @@ def test_another_number_of_ranks_loads_the_same_state(tmp_path, run_on):
 # --- commits, rotation, both layouts ---------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize(
-    "tag", [pytest.param(None, id="new tag"), pytest.param("000002", id="same tag", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("tag", [pytest.param(None, id="new tag"), pytest.param("000002", id="same tag")])
 def test_a_crash_at_any_step_on_disk_leaves_last_loadable(tmp_path, tag):
     run = start(policy=nn.Linear(2, 2))
     strategy, policy, _ = run

@@ -15,7 +15,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 import pytest
 import torch.distributed as dist
 from helpers.mistakes import MISTAKES, page
-from helpers.worlds import some
 
 PAGE = Path(__file__).parent.parent / "docs" / "troubleshooting.md"
 
@@ -60,7 +59,9 @@ def lose_a_rank(name, folder):
 LOST = [name for name, entry in MISTAKES.items() if entry.loses_a_rank]
 
 
-@pytest.mark.parametrize("name", some(LOST, ["an_error_in_the_program_of_one_rank"]))
+@pytest.mark.full
+@pytest.mark.each
+@pytest.mark.parametrize("name", LOST)
 def test_a_rank_that_waits_alone_hears_which_ranks_are_missing(name, tmp_path):
     """In processes of their own, because the process group is lost."""
     with socket.socket() as free:

@@ -304,11 +304,9 @@ def test_the_free_functions_save_and_load_several_models(tmp_path):
     assert all(torch.equal(after[n], before[n]) for n in before if "steps" not in n and n != "critic lr")
 
 
+@pytest.mark.full
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize(
-    ("tag", "every"),
-    [(None, 5), pytest.param(None, 1, marks=pytest.mark.full), pytest.param("again", 1, marks=pytest.mark.full)],
-)
+@pytest.mark.parametrize(("tag", "every"), [(None, 5), (None, 1), ("again", 1)])
 def test_a_crash_at_any_step_on_disk_never_mixes_steps(tmp_path, tag, every):
     run = Run()
     run.train(1)

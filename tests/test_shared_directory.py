@@ -508,7 +508,7 @@ FOREIGN = {
 
 
 @pytest.mark.ranks(1)
-@in_each_layout
+@pytest.mark.parametrize("kind", some(KINDS, ("own",)))
 def test_other_directories_are_never_changed(tmp_path, kind):
     run = Run(kind, tmp_path)
     for name, content in FOREIGN.items():
@@ -559,7 +559,7 @@ def add_extra(run, number):
 
 
 @pytest.mark.ranks(1)
-@in_each_layout
+@pytest.mark.parametrize("kind", some(KINDS, ("own",)))
 def test_extra_files_are_reported_and_are_no_damage(tmp_path, kind):
     run = Run(kind, tmp_path)
     run.save(1)
@@ -579,7 +579,7 @@ def test_extra_files_are_reported_and_are_no_damage(tmp_path, kind):
 
 
 @pytest.mark.ranks(1)
-@in_each_layout
+@pytest.mark.parametrize("kind", some(KINDS, ("own",)))
 def test_rotation_keeps_files_of_others(tmp_path, kind):
     run = Run(kind, tmp_path)
     run.save(1)
@@ -904,6 +904,7 @@ def other_finds(folder):
         return found
 
 
+@pytest.mark.full
 def test_the_lock_outlives_readers_of_its_file_and_forked_children(tmp_path):
     run = tmp_path / "run"
     run.mkdir()

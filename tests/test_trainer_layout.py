@@ -47,6 +47,7 @@ def save(strategy, model, saves, step, **options):
     return strategy.save_ckpt(model, saves, layout=layout, save_latest=False, client_state={"saved": step}, **options)
 
 
+@pytest.mark.full
 @pytest.mark.ranks(1)
 def test_a_crash_at_any_step_on_disk_leaves_a_trainers_directory_loadable(tmp_path):
     strategy, model = start(nn.Linear(2, 2))

@@ -18,6 +18,8 @@ from helpers.worlds import some
 
 from fsdp2_strategy.cli.parser import _parser
 
+pytestmark = pytest.mark.each
+
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 PROGRAMS = ("torchrun", "python", "sbatch", "fsdp2-strategy")
