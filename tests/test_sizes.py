@@ -21,13 +21,13 @@ from helpers.worlds import some, some_rows
 import fsdp2_strategy
 import fsdp2_strategy.storage.write as write_module
 from fsdp2_strategy import list_checkpoints, sizes, verify_checkpoint
-from fsdp2_strategy.checkpoint import directory, listing, paths, storage
+from fsdp2_strategy.checkpoint import directory, listing, paths
 from fsdp2_strategy.cli import main
 from fsdp2_strategy.distributed.mesh import auto_shard_size
 from fsdp2_strategy.errors import DamageError
 from fsdp2_strategy.model.state import model_state
 from fsdp2_strategy.sharding import shard
-from fsdp2_strategy.storage import component
+from fsdp2_strategy.storage import component, dcp_save
 from fsdp2_strategy.storage.checksums import digest_of
 from fsdp2_strategy.storage.output_files import file_bytes
 from fsdp2_strategy.storage.regions import Region
@@ -208,7 +208,7 @@ def test_a_checkpoint_is_split_into_as_many_files_as_let_ranks_write_at_once(tot
 @pytest.mark.ranks(2)
 def test_ranks_make_different_files_and_begin_to_write_to_different_ones(tmp_path):
     made, opened, forced = [], [], []
-    create, write, force = storage.create_files, write_module._write, storage.force_to_disk
+    create, write, force = dcp_save.create_files, write_module._write, dcp_save.force_to_disk
 
     def recorded(files):
         made.extend(file.path.name for file in files)
@@ -223,8 +223,8 @@ def test_ranks_make_different_files_and_begin_to_write_to_different_ones(tmp_pat
     train(strategy, model, optimizer, scheduler, [0])
     with (
         patch.multiple(sizes, FILE_COUNT=8, MIN_FILE_LIMIT_BYTES=1),
-        patch.object(storage, "create_files", recorded),
-        patch.object(storage, "force_to_disk", lambda paths: force(paths) or forced.extend(p.name for p in paths)),
+        patch.object(dcp_save, "create_files", recorded),
+        patch.object(dcp_save, "force_to_disk", lambda paths: force(paths) or forced.extend(p.name for p in paths)),
         patch.object(write_module, "_write", noted),
         patch.object(write_module, "_THREADS", 1),
     ):
@@ -295,7 +295,7 @@ def test_a_layout_is_made_again_only_for_tensors_that_are_not_alike(tmp_path):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_rank_that_is_late_to_make_its_files_keeps_nobody_from_saving(slow, tmp_path):
-    create = storage.create_files
+    create = dcp_save.create_files
 
     def late(files):
         if dist.get_rank() == slow:
@@ -304,7 +304,7 @@ def test_a_rank_that_is_late_to_make_its_files_keeps_nobody_from_saving(slow, tm
 
     strategy = strategy_for()
     model, *_ = prepared(strategy)  # its optimizer has nothing yet: a file of which rank 0 writes no tensor
-    with patch.object(storage, "create_files", late):
+    with patch.object(dcp_save, "create_files", late):
         path = strategy.save_ckpt(model, tmp_path, "t")
     assert verify_checkpoint(path).ok
     strategy.load_ckpt(model, tmp_path)
