@@ -32,7 +32,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.engine import BaseEngine, EngineRegistry, FSDPEngineWithLMHead
 
 from fsdp2_strategy import verify_checkpoint
-from fsdp2_strategy.checkpoint import directory
+from fsdp2_strategy.checkpoint import deletion, directory
 from fsdp2_strategy.errors import CheckpointError, ConfigError, OffloadError, StepError
 from fsdp2_strategy.integrations.verl import EngineConfig, StrategyEngine, engine, names
 from fsdp2_strategy.integrations.verl.settings import BACKEND
@@ -353,8 +353,8 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_reported_and_deleted_by_the
             raise PermissionError(13, "Permission denied", str(path))
         return original(path, target)
 
-    def fails(path, *_):
-        raise OSError(f"cannot delete {path}")
+    def fails(_):
+        raise OSError("it cannot be deleted")
 
     def save(step):
         worker.save_checkpoint(str(runs / f"global_step_{step}" / "actor"), None, step, 1)
@@ -381,7 +381,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_reported_and_deleted_by_the
             texts = [call.args[0] % call.args[1:] for call in warn.call_args_list]
             assert any("/actor: [Errno 13]" in text and "The next save tries again" in text for text in texts), texts
         assert "global_step_0/actor" in left()
-        with patch.object(directory, "delete", fails), patch.object(directory.logger, "warning") as warn:
+        with patch.object(deletion._Deletion, "run", fails), patch.object(directory.logger, "warning") as warn:
             save(2 + later)
             names = left()
             assert "global_step_0/.actor.removed" in names and "global_step_0/actor" not in names
