@@ -121,7 +121,7 @@ class LocalSavePlanner(SavePlanner):
         if different:
             raise CheckpointError(
                 f"cannot save: names, shapes or dtypes of the tensors on {', '.join(different)} differ from those on "
-                "rank 0, expected the same on all ranks. Save the same model and optimizer on all ranks."
+                "rank 0, expected the same on all ranks. Save the same state on all ranks."
             )
         merged: dict[str, str] = {}
         for one in summaries:
