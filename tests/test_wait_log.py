@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -224,3 +225,31 @@ def test_reports_of_a_thousand_ranks_take_a_few_requests(missing, most):
 def test_a_wrong_limit_is_an_error(seconds):
     with pytest.raises(ConfigError, match="wait_warning_seconds"):
         StrategyConfig(wait_warning_seconds=seconds)
+
+
+LOOK_WITH_GARBAGE = """
+import gc, sys, threading
+from fsdp2_strategy.distributed.torch_internals import frames_of_threads
+
+class Cycle: pass
+
+wait = threading.Event()
+for _ in range(50):
+    threading.Thread(target=wait.wait, daemon=True).start()
+is_on = sys.argv[1] == "on"
+if not is_on:
+    gc.disable()
+gc.collect()
+for _ in range(20):
+    cycle = Cycle()
+    cycle.itself, cycle.local = cycle, threading.local()
+gc.set_threshold(gc.get_count()[0] + 20)
+assert len(frames_of_threads()) == 51
+assert gc.isenabled() == is_on
+"""
+
+
+@pytest.mark.parametrize("collection", ["on", "off"])
+def test_garbage_that_is_collected_while_frames_are_read_stops_no_thread(collection):
+    """Python 3.11 would wait for its own lock: each frame that is read is an allocation, which may collect."""
+    subprocess.run([sys.executable, "-c", LOOK_WITH_GARBAGE, collection], check=True, timeout=60)

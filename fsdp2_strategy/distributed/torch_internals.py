@@ -14,12 +14,14 @@ the unit is gathered.
 from __future__ import annotations
 
 import contextlib
+import gc
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
 
 import torch
@@ -413,8 +415,17 @@ def broadcast_coalesced(group: dist.ProcessGroup, tensors: list[torch.Tensor], b
 
 
 def frames_of_threads() -> dict[int, Any]:
-    """Return the innermost frame of each thread, by the thread's identifier."""
-    return sys._current_frames()
+    """Return the innermost frame of each thread, by the thread's identifier.
+
+    In Python 3.11, garbage that is collected within ``sys._current_frames`` may wait forever for a lock which that call
+    holds (python/cpython#106883). So collection is off meanwhile. No other thread runs between these four functions,
+    because none is Python code.
+    """
+    steps: tuple[Callable[[], Any], ...] = (gc.isenabled, gc.disable, sys._current_frames, gc.enable)
+    was_enabled, _, frames, _ = map(operator.call, steps)
+    if not was_enabled:
+        gc.disable()
+    return cast("dict[int, Any]", frames)
 
 
 def frame_of_main_thread() -> Any:
