@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ def checksum_manifest(blocks: Mapping[str, Sequence[Block]]) -> bytes:
         "algorithm": ALGORITHM,
         "block_bytes": sizes.BLOCK_BYTES,
         "blocks": {
-            name: [list(astuple(b)[: 5 if b.stride else 3]) for b in sorted(of_file)]
+            name: [[b.begin, b.end, b.digest, *([b.run_bytes, b.stride] if b.stride else [])] for b in sorted(of_file)]
             for name, of_file in sorted(blocks.items())
         },
     }

@@ -14,15 +14,16 @@ The folder of a state dict:
 [Note: local plans] torch's planners gather the plans of all ranks on one rank, and the cost grows with the number of
 ranks times the number of tensors. But what a rank writes follows from names, shapes, dtypes and placements, which are
 the same on all ranks. So a rank plans its own writes, and sends only a digest of the file headers, which the
-coordinator compares. A tensor that several ranks hold is written once, by one of them; plain tensors by the first rank.
+coordinator compares. Nor does it send a result for each item. A tensor that several ranks hold is written once, by one
+of them; plain tensors by the first rank.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -229,16 +230,19 @@ class ComponentWriter(StorageWriter):
         first, end = (n * len(files) // world_size() for n in (rank(), rank() + 1))
         own = files[first:end]
         create_files(own)
+        in_root = functools.cache(root.joinpath)
         requests = []
         for request, item in zip(planned.requests, plan.items, strict=False):  # items of values follow
             values: Any = planner.resolve_data(item)
-            entry = replace(request.entry, path=root / request.entry.path)
-            requests.append(replace(request, entry=entry, tensor=values))
+            if plan.storage_data or values is not request.tensor:
+                entry = replace(request.entry, path=in_root(request.entry.path))
+                request = replace(request, entry=entry, tensor=values)  # noqa: PLW2901
+            requests.append(request)
         written = write_all(requests, hashed=True, create=True, is_signed=is_signed)
         self.add_blocks(written)
         force_to_disk({*written, *(file.path for file in own)})  # other files may not exist yet
         done: Future[list[WriteResult]] = Future()
-        done.set_result([WriteResult(item.index, _nbytes(item), None) for item in plan.items])
+        done.set_result([])
         return done
 
     def add_blocks(self, blocks: Mapping[Path, Sequence[Block]]) -> None:
@@ -342,12 +346,6 @@ class SafetensorsWriter(ComponentWriter):
 
 _staged: dict[Path, StagedFolder] = {}
 """The hidden folders of saves in progress, on their coordinators; a writer itself can be sent to another process."""
-
-
-def _nbytes(item: WriteItem) -> int:
-    if item.tensor_data is None:
-        return item.bytes_io_data.nbytes if item.bytes_io_data else 0
-    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
 def _earlier_files(path: Path) -> list[str]:

@@ -73,12 +73,8 @@ class Piece:
 
     def narrow(self, dim: int, begin: int, length: int) -> Piece:
         """Return a slice of the piece: ``length`` indices of ``dim``, from ``begin`` within the piece."""
-        return replace(
-            self,
-            start=_with(self.start, dim, self.start[dim] + begin),
-            shape=_with(self.shape, dim, length),
-            offset=self.offset + begin * self.strides[dim],
-        )
+        start, shape = _with(self.start, dim, self.start[dim] + begin), _with(self.shape, dim, length)
+        return Piece(self.source, start, shape, self.strides, self.offset + begin * self.strides[dim])
 
     def within(self, box: Box) -> Piece | None:
         """Return the intersection of the piece with a box of the region, in the box's coordinates; None if empty."""
@@ -90,7 +86,8 @@ class Piece:
                 return None
             if high - low < self.shape[dim]:
                 piece = piece.narrow(dim, low - self.start[dim], high - low)
-        return replace(piece, start=tuple(s - b for s, (b, _) in zip(piece.start, box, strict=True)))
+        start = tuple([s - b for s, (b, _) in zip(piece.start, box, strict=True)])
+        return Piece(piece.source, start, piece.shape, piece.strides, piece.offset)
 
     def in_shard(self, shard: LocalShard) -> Iterator[Piece]:
         """Yield slices of the piece that together contain its elements in a shard of the source.
