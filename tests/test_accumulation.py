@@ -111,6 +111,8 @@ def summed(model, ids):
     return F.cross_entropy(model(input_ids=ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
 
 
+@pytest.mark.full
+@pytest.mark.each
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("config", [{}, {"bf16": True}, {"fp16": True}, {"grad_sync": "last"}])
 def test_items_that_are_known_at_the_end_of_a_step_only_weigh_all_tokens_alike(config):

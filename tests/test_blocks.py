@@ -316,6 +316,8 @@ def test_the_head_stays_gathered_only_for_the_backward_that_follows(is_training)
     strategy.close()
 
 
+@pytest.mark.full
+@pytest.mark.each
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("arguments", [(True, -1, 2), (True, 2, False), (False, 4, 2), (False,), ()])
 def test_explain_takes_the_arguments_of_prepare_model(arguments):

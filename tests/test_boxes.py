@@ -236,6 +236,7 @@ def digests(folder):
     return {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "kind"), rows())
 def test_files_are_those_of_one_rank_and_load_in_every_other_shape(name, kind, run_on, tmp_path):
     run_on(1, save_on, folder=tmp_path / "one", name=name, shape=(1, 1, 1))
@@ -265,6 +266,7 @@ def load_damaged(folder, name, shape):
         load_checkpoint(model, folder)
 
 
+@pytest.mark.full
 def test_a_flipped_byte_in_the_columns_of_any_rank_is_found(run_on, tmp_path):
     run_on(4, save_on, folder=tmp_path, name="llama", shape=SHAPES["tp x shard"])
     [path] = (tmp_path / "t" / "model").glob("*.safetensors")

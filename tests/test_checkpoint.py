@@ -589,6 +589,7 @@ def test_loading_into_an_optimizer_that_has_state_fills_that_and_holds_nothing_t
     assert {n: t.to_local().data_ptr() for n, t in optimizer_tensors(model, optimizer).items() if t.ndim} == held
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_a_schedule_loads_under_other_groups_and_without_the_optimizer(tmp_path):
     def start(**options):

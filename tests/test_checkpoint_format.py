@@ -87,6 +87,7 @@ class Critic(nn.Module):
         return self.value_head(self.backbone(**batch, output_hidden_states=True).hidden_states[-1])
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_a_wrapper_keeps_what_is_its_own_beside_the_model(tmp_path):
     strategy = strategy_for()

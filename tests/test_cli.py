@@ -153,6 +153,7 @@ def test_ls_does_not_import_torch_and_answers_at_once(ckpts):
     assert time.monotonic() - begin < 3, "0.3 s on a quiet machine"
 
 
+@pytest.mark.full
 def test_a_closed_pipe_is_no_error(ckpts):
     listing = subprocess.Popen([*COMMAND, "inspect", str(ckpts)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     listing.stdout.close()

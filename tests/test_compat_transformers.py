@@ -191,6 +191,7 @@ def test_adapters_are_saved_as_peft_does(tmp_path):
             torch.testing.assert_close(loaded(input_ids=inputs).logits, expected)
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_the_best_checkpoint_is_kept_and_loaded_at_the_end(tmp_path):
     model = write_model(tmp_path / "model")
@@ -404,6 +405,8 @@ class Loaded:
         pass
 
 
+@pytest.mark.full
+@pytest.mark.each
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_trls_vllm_engine_gets_full_weights_with_adapters_merged(tmp_path, lora):
@@ -561,6 +564,7 @@ def test_an_optimizer_of_ones_own_is_used_whatever_optim_says(tmp_path):
             with_fsdp2(Trainer)(*positional[:-1], (None, None))
 
 
+@pytest.mark.full
 def test_options_that_the_trainer_sets_or_that_are_unknown_are_errors():
     with pytest.raises(ConfigError, match="max_norm was passed, expected max_grad_norm of TrainingArguments"):
         with_fsdp2(Trainer, max_norm=1.0)
@@ -574,6 +578,7 @@ def test_options_that_the_trainer_sets_or_that_are_unknown_are_errors():
         with_fsdp2(TrainingArguments)
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_a_checkpoint_of_another_trainer_or_batch_size_is_refused(tmp_path):
     model = write_model(tmp_path / "model")
@@ -598,6 +603,7 @@ def test_a_checkpoint_of_another_trainer_or_batch_size_is_refused(tmp_path):
 OWN = ("_processor", "_stream_weights_to")
 
 
+@pytest.mark.full
 def test_what_is_overridden_are_methods_of_the_installed_trainer():
     for name, method in vars(FSDP2Trainer).items():
         if not inspect.isfunction(method) or name.startswith("__") or name in OWN:
@@ -614,6 +620,7 @@ def test_what_is_overridden_are_methods_of_the_installed_trainer():
     assert list(inspect.signature(VLLMGeneration._iter_named_params).parameters) == ["self"]
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_true_resumes_from_the_checkpoint_that_was_saved_last_and_not_from_the_highest_number(tmp_path):
     model = write_model(tmp_path / "model")
@@ -673,6 +680,7 @@ def test_callbacks_see_clipped_gradients_until_the_step_ends(tmp_path):
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", some(["dpo", "grpo"], ["dpo"]))
 def test_a_reference_model_that_is_synchronised_is_the_one_without_sharding(tmp_path, kind):

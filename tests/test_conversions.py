@@ -90,6 +90,8 @@ if NEW_CONVERSIONS:
     CONVERSIONS["interleave"] = ("mlp.up_proj.weight", core_model_loading.Interleave(0))
 
 
+@pytest.mark.full
+@pytest.mark.each
 @needs_new_conversions
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", CONVERSIONS)

@@ -779,6 +779,7 @@ def train(strategy, model, optimizer, loader, steps, *, shuffled=True):
     return losses
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("workers", some([0, 1], [0]))
 @pytest.mark.ranks(2)
 def test_three_resumes_across_an_epochs_end_give_the_same_losses(workers, tmp_path):

@@ -102,6 +102,8 @@ def shared(folder):
     return given[0]
 
 
+@pytest.mark.full
+@pytest.mark.each
 @pytest.mark.parametrize("name", list(run_here()))
 def test_the_code_of_a_page_runs(name, tmp_path):
     os.chdir(shared(tmp_path))
@@ -169,6 +171,7 @@ def port_of_engine():
         process.kill()
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_the_first_program_of_the_page_on_rollouts_runs(port_of_engine, tmp_path):
     import torch
@@ -231,6 +234,7 @@ def test_the_code_of_the_page_on_vitra_runs(tmp_path):
     assert torch.equal(torch.load("weights.pt")["weight"], expected)
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_the_readme_example_runs_and_resumes(tmp_path):
     import torch.distributed as dist
@@ -245,6 +249,8 @@ def test_the_readme_example_runs_and_resumes(tmp_path):
         assert AutoModelForCausalLM.from_pretrained("out").config.hidden_size == 64
 
 
+@pytest.mark.full
+@pytest.mark.each
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("page", ["README.md", "docs/checkpoints.md"])
 def test_the_loops_of_the_pages_run_with_accumulation(page, tmp_path):

@@ -52,6 +52,7 @@ def test_architectures_train_on_two_ranks_that_divide_experts(name):
     train_beside_reference(tiny_model(name), strategy, tolerances=IN_FLOAT64, steps=2)
 
 
+@pytest.mark.full
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("name", some(SHARDED, ["qwen3_moe"], full=SHARDED[::3]))
 def test_architectures_train_with_divided_experts_that_are_sharded(name):

@@ -38,6 +38,8 @@ SEEDS = [(0, 6), pytest.param(1, 60, marks=pytest.mark.full)]
 SEEDS += [pytest.param(seed, 200, marks=[pytest.mark.full, pytest.mark.sweep]) for seed in range(2, 12)]
 
 
+@pytest.mark.full
+@pytest.mark.each
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("seed", "count"), SEEDS)
 def test_a_sealed_change_is_an_error_of_ours_or_harmless(layout, seed, count, tmp_path, run_on):

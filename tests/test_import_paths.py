@@ -107,6 +107,7 @@ def test_a_star_import_gives_what_is_listed_and_nothing_else():
         _ = fsdp2_strategy.FSDPV3Strategy
 
 
+@pytest.mark.full
 def test_the_package_works_without_its_sources(tmp_path):
     """An installation may have compiled files only."""
     code = f"""
@@ -141,6 +142,7 @@ TORCH = "import torch, torch.distributed.checkpoint; from torch.distributed.fsdp
 STRATEGY = "from fsdp2_strategy import FSDPV2Strategy"
 
 
+@pytest.mark.full
 def test_the_strategy_loads_neither_features_nor_engines_nor_other_systems():
     added = imported_by(STRATEGY) - imported_by(TORCH)
     assert "fsdp2_strategy.checkpoint.save" in added

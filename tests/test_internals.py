@@ -78,6 +78,7 @@ def names_touched(tree):
                 yield node.lineno, str(node.args[1].value)
 
 
+@pytest.mark.full
 def test_private_names_of_other_libraries_are_touched_in_two_modules_alone():
     trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
     own = defined_in(tree for path, tree in trees.items() if path not in INTERFACES) | EVERYWHERE | OF_PYTHON

@@ -256,6 +256,7 @@ def test_a_folder_with_the_name_of_a_file_and_a_link_of_others_are_errors(tmp_pa
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["config.json"]
 
 
+@pytest.mark.full
 def test_a_command_that_was_killed_can_be_repeated(tmp_path):
     from fsdp2_strategy.checkpoint import save_checkpoint
     from fsdp2_strategy.cli import main

@@ -95,6 +95,8 @@ def check(sample, episode, frame, cameras=CAMERAS):
     assert sample["observation.state"][:2].tolist() == [episode, frame]
 
 
+@pytest.mark.full
+@pytest.mark.each
 @pytest.mark.parametrize("name", ["gop 1", "gop 2", "long gop", "b frames", "av1"])
 def test_the_frame_that_comes_out_is_the_frame_asked_for(roots, name):
     with contextlib.closing(LeRobotDataset(roots(name))) as dataset:
@@ -458,6 +460,7 @@ def large(tmp_path_factory):
     return write_barcoded(root, [24] * 32, **options)
 
 
+@pytest.mark.full
 @needs_index
 def test_of_a_remote_root_is_fetched_what_is_needed_and_kept_what_is_held(large, server, tmp_path):
     served = server(large)

@@ -246,6 +246,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 def test_the_end_of_a_process_forked_from_a_rank_is_not_the_end_of_the_rank(tmp_path):
     (script := tmp_path / "forked.py").write_text(FORKED)
     with socket.socket() as free:

@@ -357,6 +357,7 @@ KINDS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", worlds(2, 3))
 def test_an_export_is_what_peft_merges_and_the_model_stays_as_it_is(world, tmp_path):
     for kind in KINDS if dist.get_world_size() == 2 else ("all", "embeddings", "transposed", "experts"):
@@ -670,6 +671,7 @@ def train(strategy, actor, optimizer, steps):
     return take_steps(strategy, actor, optimizer, (next_token_loss(actor(ids), ids) for ids in batches))
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("bf16", some([False, True], [True]))
 @pytest.mark.parametrize("options", some([{}, {"modules_to_save": ["lm_head"]}], [{}]), ids=str)

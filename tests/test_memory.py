@@ -112,6 +112,7 @@ def test_a_model_that_dies_while_it_is_away_leaves_nothing():
     assert not any(values() is not None for values in own)
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_fifty_trips_leave_nothing_behind():
     strategy = strategy_for()

@@ -90,6 +90,7 @@ def test_frozen_weights_that_are_nowhere_are_an_error_before_anything_is_touched
     assert_same(full_state(*again[1:]), full_state(*run[1:]))
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_frozen_weights_that_no_folder_holds_are_saved(tmp_path):
     """Trained before they were frozen, or out of a checkpoint: they would be lost otherwise."""

@@ -239,6 +239,7 @@ def try_seed(seed, folder, run_on):
         run_on(ranks, load, seed=seed, folder=folder)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(1), ids=lambda seed: f"seed-{seed}")
 def test_what_is_saved_is_what_is_loaded_streamed_and_exported(seed, tmp_path, run_on):
     try_seed(seed, tmp_path, run_on)

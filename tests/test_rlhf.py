@@ -329,6 +329,7 @@ def load_with_masters(path, shard_size):
     assert_same(full_state(model, optimizer), expected)
 
 
+@pytest.mark.full
 def test_masters_load_on_any_number_of_ranks(tmp_path, run_on):
     run_on(3, save_with_masters, path=tmp_path)
     for world, shard_size in ((1, -1), (4, 2)):

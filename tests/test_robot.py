@@ -161,6 +161,7 @@ def test_actions_are_handed_out_one_by_one_and_looked_for_anew_when_they_are_use
     assert torch.equal(policy.select_action(batch), chunk[:, 0])
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_a_sharded_policy_acts_as_the_whole_one_each_rank_on_its_own_tables(tmp_path):
     if dist.get_rank() == 0:

@@ -110,6 +110,7 @@ SAVES = {"save_strategy": "steps", "save_steps": 1, "max_steps": 10}
 """An epoch has 6 steps of 4 samples a rank, on 2 ranks."""
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", some(SAMPLERS, ("weighted_own",)))
 def test_a_resume_at_any_step_of_any_epoch_has_the_samples_of_the_run_without_a_stop(tmp_path, name):
@@ -128,6 +129,7 @@ def test_a_resume_at_any_step_of_any_epoch_has_the_samples_of_the_run_without_a_
         assert resumed == {at: rows for at, rows in whole.items() if at >= step}, step
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", worlds(1, 2, usual=(1,)))
 @pytest.mark.parametrize("name", some(("grouped", "weighted", "weighted_own", "shuffled", "batches"), ("grouped",)))
 def test_the_order_of_a_run_is_that_of_the_trainer_itself(tmp_path, world, name):
@@ -187,6 +189,7 @@ def stream_of(kind):
     return datasets.Dataset.from_list(rows).to_iterable_dataset().shuffle(seed=1, buffer_size=16)
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", some(("fixed", "shuffled", "hub"), ("shuffled",)))
 def test_a_resumed_stream_continues_where_it_stopped(tmp_path, kind):

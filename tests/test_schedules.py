@@ -110,6 +110,7 @@ def resumed(tmp_path, cases):
         run[0].close(), again[0].close()
 
 
+@pytest.mark.full
 @pytest.mark.ranks(1)
 def test_every_schedule_of_torch_resumes_bitwise(tmp_path):
     left_out = {"LRScheduler", "_LRScheduler", "ReduceLROnPlateau"}
@@ -203,6 +204,8 @@ def test_a_schedule_that_cannot_be_saved_is_refused_at_the_first_step():
 # --- the learning rate after a resume ---------------------------------------------------------------------------------
 
 
+@pytest.mark.full
+@pytest.mark.each
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("has_schedule", [True, False])
 def test_the_rate_of_every_step_after_a_resume_is_what_the_call_says(has_schedule, tmp_path):

@@ -314,6 +314,7 @@ def test_a_model_that_ignores_shifted_labels_is_refused_when_it_gets_labels():
         assert strategy.optimizer_step(optimizer, model).stepped
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_a_model_that_cannot_be_split_is_refused_for_training_and_computes_full_sequences():
     with strategy_for() as strategy:
@@ -695,6 +696,7 @@ def test_random_states_of_another_layout_become_equal_within_a_group(tmp_path):
             assert all(state == states[0] for state in states)
 
 
+@pytest.mark.full
 @pytest.mark.ranks(4)
 def test_data_is_divided_between_data_parallel_ranks(tmp_path):
     def gathered(own):
@@ -870,6 +872,7 @@ builtins.kept = shard_sequence({"input_ids": torch.ones(2, 8, dtype=torch.long)}
 """
 
 
+@pytest.mark.full
 def test_an_unused_part_that_outlives_the_program_is_warned_of_without_an_error():
     run = subprocess.run([sys.executable, "-c", OUTLIVES], capture_output=True, text=True, check=True, timeout=100)
     assert "a part of sequences was used by no prepared model" in run.stderr

@@ -91,6 +91,8 @@ def resumes_bitwise(folder, async_save):
     assert [other.strategy.global_step(other.models[name]) for name in ("actor", "critic")] == [10, 5]
 
 
+@pytest.mark.full
+@pytest.mark.each
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("async_save", [False, True])
 def test_a_resume_of_several_models_is_bitwise_exact(world, async_save, run_on, tmp_path):
@@ -450,6 +452,8 @@ def test_trainable_weights_alone_of_several_models(tmp_path):
 # --- one call for each model -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
+@pytest.mark.each
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["tags", "directories", "free function"])
 def test_models_that_come_back_at_different_steps_are_named_once(kind, tmp_path):

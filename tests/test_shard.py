@@ -575,6 +575,8 @@ def test_keep_fp32_takes_what_it_names_and_no_more(pattern, wide):
     assert len(seen) == 9
 
 
+@pytest.mark.full
+@pytest.mark.each
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("name", "layer"), [("llama", "LlamaDecoderLayer"), ("gpt2", "GPT2Block"), ("opt", "OPTDecoderLayer")]

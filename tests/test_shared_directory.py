@@ -656,6 +656,8 @@ def test_a_crash_at_any_step_on_disk_loses_no_file_of_others(tmp_path, kind, aga
 # --- layouts without their training state ----------------------------------------------------------------------------
 
 
+@pytest.mark.full
+@pytest.mark.each
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["lerobot", "trainer"])
 @pytest.mark.parametrize("save_latest", [True, False])

@@ -107,6 +107,7 @@ def reseal(path):
     paths.manifest.write_text(json.dumps(manifest))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["own", *(pytest.param(k, marks=pytest.mark.full) for k in KINDS[1:])])
 def test_a_signed_checkpoint_loads_with_its_key_and_without_one(kind, tmp_path, key, run_on):
     run_on(2, saved, folder=tmp_path, key=key, kind=kind)
@@ -156,6 +157,8 @@ def change(folder, file, at):
     file.write_bytes(content)
 
 
+@pytest.mark.full
+@pytest.mark.each
 @pytest.mark.parametrize("name", ["model/model.safetensors", "model/config.json", "rng/rank00001.safetensors"])
 def test_a_changed_byte_is_found_by_its_digest_on_other_numbers_of_ranks(name, tmp_path, key, run_on):
     run_on(2, saved, folder=tmp_path, key=key, kind="own")

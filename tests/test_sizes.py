@@ -35,6 +35,7 @@ from fsdp2_strategy.storage.regions import Region
 NAMES = [name for name in vars(sizes) if name.isupper()]
 
 
+@pytest.mark.full
 def test_a_size_is_read_at_the_time_of_use():
     used = set()
     for file in Path(fsdp2_strategy.__file__).parent.rglob("*.py"):

@@ -327,6 +327,7 @@ def lora(model, **options):
     return adapted.double()
 
 
+@pytest.mark.full
 @pytest.mark.ranks(4)
 def test_lora_is_split_like_the_layers_that_it_adapts():
     model = lora(small())

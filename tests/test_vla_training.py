@@ -213,6 +213,7 @@ def run(run_dir, loader, *, stop_after=None, seed=0, save_interval=2, **options)
     return strategy, recorder.records
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("micro_batches", "loader"),
@@ -430,6 +431,7 @@ def run_frozen(run_dir, vla, stop_after=None):
     return strategy, recorder.records
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_a_true_vla_trains_and_goes_on_with_its_frozen_backbone_from_its_folder(tmp_path):
     if dist.get_rank() == 0:
@@ -900,6 +902,7 @@ def test_a_run_goes_on_at_another_number_of_ranks(tmp_path, run_on):
     run_on(4, train_without_noise, run_dir=tmp_path / "run", stop_after=None)
 
 
+@pytest.mark.full
 def test_a_run_goes_on_at_the_same_sample_with_other_micro_batches(tmp_path, run_on):
     run_on(2, train_without_noise, run_dir=tmp_path / "run", stop_after=3, per_device=2)
     run_on(1, train_without_noise, run_dir=tmp_path / "run", stop_after=5, per_device=2)
