@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.frames import keeping_frames
 from helpers.reference import assert_close, full_grads, full_parameters
 from helpers.training import strategy_for
 from helpers.worlds import some, worlds
@@ -17,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp2_strategy import build_optimizer
+from fsdp2_strategy.distributed.torch_internals import DisableTorchFunctionSubclass
 from fsdp2_strategy.errors import LogProbError, ShardError
 from fsdp2_strategy.logprob import linear_log_probs
 from fsdp2_strategy.model.names import named_parameters
@@ -123,6 +126,28 @@ class WeightFirst(nn.Module):
         return F.linear(x, self.outer.weight.t(), self.inner.bias).square().mean()
 
 
+class Kernel(torch.autograd.Function):
+    """A linear layer as compiled code computes it: no operation of torch gets the weight."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        with DisableTorchFunctionSubclass():
+            ctx.save_for_backward(x, weight)
+            return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+class KernelFirst(WeightFirst):
+    def forward(self, ids):
+        x = F.one_hot(ids, 64).double().view(*ids.shape, 4, 16).sum(2)
+        x = torch.tanh(Kernel.apply(self.other(x), self.inner.weight))
+        return torch.tanh(self.outer(self.inner(x))).square().mean()
+
+
 class Subclass(LlamaForCausalLM):
     def forward(self, ids):
         return chunked(self.model(ids).last_hidden_state, self.lm_head.weight, ids)
@@ -145,6 +170,7 @@ CASES = {
     "tied actor": lambda: Actor(llama(tied=True)),
     "actor's decoder": lambda: ActorOfDecoder(llama()),
     "layers": lambda: WeightFirst().double(),
+    "kernel": lambda: KernelFirst().double(),
     "own forward": subclass,
 }
 
@@ -206,6 +232,12 @@ def test_a_weight_is_used_directly_on_any_number_of_ranks(world):
 def test_direct_uses_accumulate_gradients(case):
     for grad_sync in ("every", "last"):
         compare(case, micro_batches=3, grad_sync=grad_sync)
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_whose_frames_another_thread_keeps_runs_what_the_other_runs():
+    with keeping_frames() if dist.get_rank() else nullcontext():
+        compare("embedding", micro_batches=4)
 
 
 @pytest.mark.parametrize("case", some(CASES, ["actor"]))

@@ -6,13 +6,15 @@ import copy
 import gc
 import io
 import json
+import time
 import warnings
-from contextlib import redirect_stderr
+from contextlib import nullcontext, redirect_stderr
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers.folders import assert_same_tensors, tensors_in
+from helpers.frames import keeping_frames
 from helpers.models import Actor, Critic, batch_of, build, loss_of, next_token_loss, tokens
 from helpers.reference import (
     CountCollectives,
@@ -211,6 +213,17 @@ def test_adapters_that_are_kept_in_fp32_are_computed_with_in_fp32():
     assert seen == [(torch.float32, torch.float32)]
     expected = {n: p.grad for n, p in named_parameters(reference.inner).items() if p.grad is not None}
     assert_close(full_grads(model), expected, 3e-2, "gradient")
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_whose_frames_another_thread_keeps_runs_the_adapters_as_the_other_does():
+    """An adapter's dtype is read before it runs."""
+    model = adapted(dtype=torch.bfloat16)
+    strategy = strategy_for(bf16=True, keep_fp32=["lora_"])
+    strategy.prepare_model(model, is_training=True)
+    with keeping_frames() if dist.get_rank() else nullcontext():
+        for step in range(6):
+            strategy.backward(loss_of("llama", model, batch_of("llama", step, dist.get_rank())), model)
 
 
 @pytest.mark.ranks(2)
@@ -813,6 +826,9 @@ def test_a_stream_leaves_nothing_of_the_merge_behind():
         for _ in range(2):
             for _ in stream_weights(model):
                 pass
+            until = time.monotonic() + 10  # a thread that looks at frames may keep one for a moment
+            while len(placeholders._computed) > before and time.monotonic() < until:
+                time.sleep(0.1)
             assert len(placeholders._computed) == before
     finally:
         gc.enable()

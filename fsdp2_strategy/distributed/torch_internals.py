@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 StridedShard = _StridedShard
 tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten

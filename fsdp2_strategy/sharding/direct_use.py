@@ -13,8 +13,13 @@ After a pass with gradients, the unit stays gathered until its backward, as the 
 refers to its full weight. Then its gradients are reduced at the end of backward, since autograd reports only the
 gradients of a forward's inputs, and the direct use may come after these in backward. So if the weight is used before
 the unit's forward in a pass, the unit is not reduced by the hook on its inputs, and not resharded after its forward.
-To read a dtype or a device is no use. So the node that accumulates the weight's gradient is marked when the weight is
-read, and kept until the unit's forward: then the mark is left only if a graph refers to the node.
+To read a dtype or a device is no use. So a parameter that was read is of the class `_Read` until the unit's forward or
+the end of the pass, and notices the first operation that computes with it. A compiled kernel may get a weight without
+an operation of torch. For it, the node that accumulates the weight's gradient is marked, and kept until the unit's
+forward: if the mark is left then, a graph refers to the node. This alone does not tell, because a graph of an earlier
+pass may still exist on one rank only, if another thread or a traceback keeps frames, and all ranks must do the same. So
+nodes of earlier passes are marked, too, and no frame of Python refers to a node. A unit that was used directly once
+counts as used in each pass.
 
 Parameters of blocks are not watched: a block's weights are used in its forward, and to keep a block gathered would cost
 what sharding saves.
@@ -23,7 +28,10 @@ what sharding saves.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import operator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import repeat
 from typing import Any
 from weakref import WeakSet
 
@@ -32,6 +40,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy.distributed.torch_internals import (
+    DisableTorchFunctionSubclass,
     fsdp_state_of,
     gather,
     has_full_parameters,
@@ -39,11 +48,13 @@ from fsdp2_strategy.distributed.torch_internals import (
     module_of,
     param_groups_of,
     parameters_of,
+    tree_leaves,
     unsharded_of,
 )
 from fsdp2_strategy.model.unit_hooks import register_hook
 
-_MARK = "fsdp2_strategy: used directly"
+_MARK = "fsdp2_strategy: of a pass"
+_METADATA = operator.attrgetter("metadata")
 
 
 class DirectUses:
@@ -67,8 +78,7 @@ class DirectUses:
         """Units that were gathered because a parameter was read, in the running pass."""
         self._read_before: WeakSet[nn.Module] = WeakSet()
         """Units that were gathered for this reason in any pass."""
-        self._nodes: dict[nn.Module, list[Any]] = {}
-        """The marked nodes of the parameters of units that were read, until their forward or the end of the pass."""
+        self._reads = _Reads()
         self._units = list(units)
         self._may_be_gathered = False
         """Whether a pass without gradients may have left units gathered (with ``reshard_after_forward=False``)."""
@@ -94,11 +104,9 @@ class DirectUses:
             if not has_full_parameters(group):
                 gather(group)
             # Hooks of a unit must not refer to its modules.
-            register_hook(group, "gather for forward", "direct use", functools.partial(_begin_forward, self._nodes))
+            register_hook(group, "gather for forward", "direct use", functools.partial(_begin_forward, self._reads))
         if torch.is_grad_enabled() and not is_in_backward():
-            self._nodes[unit] = list(map(_node_of, _trained(unit)))
-            for node in self._nodes[unit]:
-                node.metadata[_MARK] = True
+            self._reads.begin(unit)
 
     def start_pass(self) -> None:
         """Free the units that passes without gradients left gathered: in these, direct uses are not noticed."""
@@ -114,7 +122,7 @@ class DirectUses:
             for unit in self._read:
                 unit.reshard()  # type: ignore[operator]
         self._read.clear()
-        self._nodes.clear()
+        self._reads.end_pass()
         self.skipped.clear()
 
 
@@ -137,32 +145,111 @@ class _Watched(dict[str, Any]):
         return dict, (dict(self),)  # a copy of a module is not sharded by us
 
 
-def _trained(unit: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the unsharded parameters of a gathered unit that require gradients."""
-    for group in param_groups_of(fsdp_state_of(unit)):
-        for parameter in parameters_of(group):
-            unsharded = unsharded_of(parameter)
-            if unsharded is not None and unsharded.requires_grad:
-                yield unsharded
+class _Reads:
+    """The units whose parameters were read in this pass, and those that were used in any; see [Note: direct use]."""
+
+    def __init__(self) -> None:
+        self.used: WeakSet[nn.Module] = WeakSet()
+        self._watched: dict[nn.Module, list[_Read]] = {}
+        self._nodes: dict[nn.Module, list[Any]] = {}
+        """The marked nodes of each watched unit's parameters, unless one is of an earlier pass."""
+        self._of_forwards: dict[nn.Module, list[Any]] = {}
+        """The marked nodes of units whose forward has begun in this pass, so that their graphs refer to these nodes."""
+
+    def begin(self, unit: nn.Module) -> None:
+        """Watch the parameters of a gathered unit, until `end`."""
+        if unit in self.used or unit in self._watched:
+            return
+        parameters = _unsharded(unit)
+        if not _is_marked(parameters):
+            self._nodes[unit] = list(_nodes_of(parameters))
+            _mark(self._nodes, unit)
+        watched = self._watched[unit] = []
+        for parameter in parameters:
+            if type(parameter) is nn.Parameter:
+                read: Any = parameter
+                read.__class__, read.is_used = _Read, False
+                watched.append(read)
+            else:  # of a layer that is split over ranks; it has a class of its own
+                self.used.add(unit)
+
+    def end(self, unit: nn.Module) -> None:
+        """Stop watching the parameters of a unit, and note whether one was used."""
+        watched = self._watched.pop(unit, [])
+        is_first = self._nodes.pop(unit, None) is not None  # and release the nodes that no graph refers to
+        for parameter in watched:
+            read: Any = parameter
+            read.__class__ = nn.Parameter  # before the next line, which would be a use
+            if read.is_used or (is_first and _is_marked([parameter])):
+                self.used.add(unit)
+
+    def begin_forward(self, unit: nn.Module) -> None:
+        """Mark the nodes that a gathered unit's forward is going to use."""
+        self._of_forwards[unit] = list(_nodes_of(_unsharded(unit)))
+        _mark(self._of_forwards, unit)
+
+    def end_pass(self) -> None:
+        """Call `end` for all units."""
+        for unit in list(self._watched):
+            self.end(unit)
+        self._of_forwards.clear()
 
 
-def _node_of(parameter: torch.Tensor) -> Any:
-    """Return the node that accumulates a parameter's gradient; it lasts as long as something refers to it."""
-    return torch.autograd.graph.get_gradient_edge(parameter).node
+def _unsharded(unit: nn.Module) -> list[torch.Tensor]:
+    """Return the unsharded parameters of a gathered unit."""
+    groups = param_groups_of(fsdp_state_of(unit))
+    found = (unsharded_of(parameter) for group in groups for parameter in parameters_of(group))
+    return [parameter for parameter in found if parameter is not None]
 
 
-def _begin_forward(
-    nodes: dict[nn.Module, list[Any]], param_group: Any, proceed: Callable[..., Any], *inputs: Any
-) -> Any:
+def _nodes_of(parameters: Sequence[torch.Tensor]) -> Iterator[Any]:
+    """Return the nodes that accumulate the gradients of parameters; a node lasts as long as something refers to it.
+
+    No step is a function of Python, whose frame would refer to a node.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    first = operator.itemgetter(0)
+    edges = map(operator.attrgetter("grad_fn.next_functions"), map(torch.Tensor.view_as, trained, trained))
+    return map(first, map(first, edges))
+
+
+def _mark(nodes: Mapping[nn.Module, list[Any]], unit: nn.Module) -> None:
+    """Mark the nodes of a unit; no variable refers to them."""
+    deque(map(dict.__setitem__, map(_METADATA, nodes[unit]), repeat(_MARK), repeat(True)), maxlen=0)
+
+
+def _is_marked(parameters: Sequence[torch.Tensor]) -> bool:
+    return True in map(dict.get, map(_METADATA, _nodes_of(parameters)), repeat(_MARK))
+
+
+class _Read(nn.Parameter):
+    """A parameter that was read, and notices whether an operation computes with it."""
+
+    is_used: bool
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], _types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operation, and note the parameters that it computes with; a dtype or a shape is no tensor."""
+        with DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.data_ptr or any(isinstance(each, torch.Tensor) for each in tree_leaves(result)):
+            for each in tree_leaves((args, kwargs)):
+                if type(each) is cls:
+                    each.is_used = True
+        return result
+
+
+def _begin_forward(reads: _Reads, param_group: Any, proceed: Callable[..., Any], *inputs: Any) -> Any:
     """Begin the forward of a unit whose weights may have been used in the same graph; see [Note: direct use]."""
     unit = module_of(param_group)
-    is_read = nodes.pop(unit, None) is not None  # and release the nodes that no graph refers to
+    reads.end(unit)
     found = proceed(*inputs)
     if not torch.is_grad_enabled() or is_in_backward():
         return found
-    trained = list(_trained(unit))
-    is_used = any(_MARK in _node_of(parameter).metadata for parameter in trained)
-    if not (is_used or (is_read and not trained)):  # the node of a frozen parameter cannot be marked
+    if unit not in reads.used:
+        reads.begin_forward(unit)
         return found
     unit.set_reshard_after_forward(False, recurse=False)  # type: ignore[operator]
     return inputs[1:]  # without the hook that reduces the unit's gradients when those of its inputs are computed
