@@ -168,7 +168,13 @@ def parts_of(name: str, change: Change) -> tuple[tuple[int, ...], torch.Tensor, 
 
 def converted_layers(model: nn.Module) -> list[str]:
     """Return the layers of a vLLM model in which differences cannot be written; see [Note: layerwise reload]."""
-    return [f"{name} ({type(layer).__name__})" for name, layer in model.named_modules() if _is_converted(layer)]
+    layers = dict(model.named_modules())
+    methods = {id(getattr(layer, "quant_method", None)) for layer in layers.values()}  # may be modules themselves
+    return [
+        f"{name} ({type(layer).__name__})"
+        for name, layer in layers.items()
+        if id(layer) not in methods and _is_converted(layer)
+    ]
 
 
 def _is_converted(layer: nn.Module) -> bool:
