@@ -8,6 +8,7 @@
 # make dist       the files of a release, for a package index
 # make sweep      further cases of tests, and all model types of transformers: longer than CI has time for
 # make peers      the tests that run the own code of LeRobot, VITRA and LightRFT
+# make engines    the tests that run the own code of vLLM and SGLang, without an accelerator
 # make suites     TRL's and transformers' own tests of their trainers, with our trainers
 # make lowest     core tests, with the lowest versions of other packages
 # make test-matrix  core tests, with the lowest and highest versions of Python, torch and other packages
@@ -19,7 +20,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: test test-full docs test-matrix lowest sweep peers suites big soak demo grpo robot lint bench gpu dist format clean
+.PHONY: test test-full docs test-matrix lowest sweep peers engines suites big soak demo grpo robot lint bench gpu dist format clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -100,6 +101,20 @@ peers: .venv-peers/installed .venv/installed
 	$(PEERS_PATH) .venv-peers/bin/python -m pytest tests/test_peers_lerobot*.py tests/test_peers_vitra.py
 	$(BIN)/python -m pytest tests/test_peers_lightrft.py
 
+# ENGINES is an environment with vLLM and SGLang, beside the packages of .venv. Neither gets the packages that it requires:
+# torch for CUDA and gigabytes of kernels, which no test runs. tests/helpers/engines/packages.txt lists what they import.
+ENGINES ?= .venv-engines
+
+.venv-engines/installed: .venv/installed tests/helpers/engines/packages.txt
+	$(PYTHON) -m venv .venv-engines
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+		> $$(.venv-engines/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/core.pth
+	.venv-engines/bin/pip install --quiet --no-deps --requirement tests/helpers/engines/packages.txt
+	touch $@
+
+engines: $(ENGINES)/installed
+	PYTHONPATH=$(CURDIR) $(ENGINES)/bin/python -m pytest tests/test_peers_vllm.py tests/test_peers_sglang.py
+
 # The suites of TRL and transformers with our trainers, on checkouts of the installed versions: FSDP2_PEERS/trl and
 # FSDP2_PEERS/transformers. They load tiny models from the Hub.
 SUITES ?=
@@ -144,4 +159,4 @@ format: .venv/installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-matrix .venv-peers dist runs
+	rm -rf .venv .venv-matrix .venv-peers .venv-engines dist runs

@@ -317,7 +317,7 @@ def test_the_dtype_that_vllm_and_sglang_were_built_in_is_compared():
         for package, kind in (("vllm", VLLMEngine), ("sglang", SGLangEngine)):
             for dtype, names in (("bfloat16", {"dtype"}), ("float32", {"unknown"})):
                 module = getattr(fakes, package)(sharp, [])
-                with patch.dict(sys.modules, {package: module}):
+                with patch.dict(sys.modules, module.modules):
                     strategy.setup_inference_engine(None, kind("folder", dtype=dtype), actor)
                 found = check(strategy, actor, engine_log_probs=torch.full((3, ANSWER), -5.0))
                 assert set(found.causes) == names
@@ -614,12 +614,12 @@ def test_the_log_probs_of_vllm_and_sglang_are_read_from_their_outputs(package):
     torch.manual_seed(0)
     if package == "sglang":
         params = {"temperature": 0.6, "max_new_tokens": 4}
-        with patch.dict(sys.modules, {package: module}):
+        with patch.dict(sys.modules, module.modules):
             engine = SGLangEngine("folder")
         outputs = engine.generate(sampling_params=params, input_ids=PROMPTS, return_logprob=True)
     else:
         params = module.SamplingParams(temperature=0.6, max_tokens=4, logprobs=0)
-        with patch.dict(sys.modules, {package: module}):
+        with patch.dict(sys.modules, module.modules):
             engine = VLLMEngine("folder")
         outputs = engine.generate(PROMPTS, params)
     torch.manual_seed(0)

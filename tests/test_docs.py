@@ -190,9 +190,9 @@ def test_the_first_program_of_the_page_on_rollouts_runs(port_of_engine, tmp_path
         return LlamaForCausalLM(names["config"]).to(torch.bfloat16)
 
     calls = []
-    with patch.dict(sys.modules, vllm=fakes.vllm(model, calls)), patch.dict(ENGINES):
+    with patch.dict(sys.modules, fakes.vllm(model, calls).modules), patch.dict(ENGINES):
         run_blocks([block.replace("29600", str(port_of_engine)) for block in others], "rollout.md", names)
-    assert [call[0] for call in calls] == ["build", "apply", "reset"]
+    assert [call[0] for call in calls] == ["build", "start", "reload", "convert", "finish", "reset encoder", "reset"]
     found, mask = names["agreement"], names["answer_mask"].bool()
     assert found.agrees and found.metrics().keys() < names["figures"].keys()
     expected = names["advantages"].expand_as(mask)[mask]

@@ -17,7 +17,14 @@ from helpers.models import batch_of, build
 from fsdp2_strategy import FSDPV2Strategy
 from fsdp2_strategy.errors import RolloutError
 from fsdp2_strategy.integrations.lightrft import get_strategy
-from fsdp2_strategy.rollout import SGLangEngine, TransformersEngine, VLLMEngine, stream_weights
+from fsdp2_strategy.rollout import (
+    SGLangEngine,
+    TransformersEngine,
+    VLLMEngine,
+    stream_weights,
+    vllm_patches,
+    vllm_weight_source,
+)
 from fsdp2_strategy.rollout.sampling import generate_samples, plan
 
 PROMPTS = [[3, 4, 5], [7], [5, 6, 7, 8, 9], [9, 8, 7]]
@@ -41,7 +48,8 @@ def installed(monkeypatch, package, **options):
     """Put a stand-in for a package on the path; yield the list of its calls."""
     calls = []
     with monkeypatch.context() as patched:
-        patched.setitem(sys.modules, package, getattr(fakes, package)(cleared, calls, **options))
+        for path, module in getattr(fakes, package)(cleared, calls, **options).modules.items():
+            patched.setitem(sys.modules, path, module)
         yield calls
 
 
@@ -237,9 +245,191 @@ def test_weights_are_sent_to_sglang_in_buckets_and_its_failure_is_an_error(monke
         assert calls[-1] == ("release", ["kv_cache", "cuda_graph"]), "the weights stay"
         engine.wake_up()
         assert calls[-1] == ("resume", ["kv_cache", "cuda_graph"])
-    with installed(monkeypatch, "sglang", fails=True):
-        with pytest.raises(RolloutError, match="an unknown name"):
-            SGLangEngine("folder").update_weights(stream_weights(model))
+    with installed(monkeypatch, "sglang", fails=True) as calls:
+        engine = SGLangEngine("folder")
+        for _ in range(2):  # the session is closed after an error
+            with pytest.raises(RolloutError, match="an unknown name"):
+                engine.update_weights(stream_weights(model))
+            assert calls[-1] == ("end",)
+        with pytest.raises(RolloutError, match="does not have all of its weights"):
+            engine.generate(sampling_params=GREEDY, input_ids=PROMPTS)
+
+
+@pytest.mark.parametrize("has_sessions", [True, False])
+def test_weights_are_sent_to_sglang_in_a_session_if_its_version_has_them(has_sessions, monkeypatch):
+    model = build("llama")
+    with installed(monkeypatch, "sglang", has_sessions=has_sessions) as calls:
+        engine = SGLangEngine("folder")
+        for _ in range(2):
+            engine.update_weights(stream_weights(model))
+        session = ["begin", "bucket", "end", "flush"] if has_sessions else ["bucket", "flush"]
+        assert [call[0] for call in calls] == ["build", *session, *session]
+        outputs = engine.generate(sampling_params=GREEDY, input_ids=PROMPTS, image_data=None)
+        assert [output["output_ids"] for output in outputs] == expected_of(model)
+
+
+TRANSFER = ["start", "reload", "convert", "finish", "reset encoder", "reset"]
+
+
+def vllm_tokens(engine):
+    params = sys.modules["vllm"].SamplingParams(max_tokens=5, temperature=0)
+    return [output.outputs[0].token_ids for output in engine.generate(PROMPTS, params)]
+
+
+@pytest.mark.parametrize(
+    ("options", "update"),
+    [
+        ({}, TRANSFER),
+        ({"experts": "FLASHINFER_CUTLASS"}, TRANSFER),
+        ({"has_transfer": False}, ["reload", "convert", "reset"]),
+    ],
+)
+def test_vllm_reloads_its_layers_in_every_update_whatever_layout_its_kernels_need(options, update, monkeypatch):
+    model = build("llama")
+    with installed(monkeypatch, "vllm", **options) as calls:
+        engine = VLLMEngine("folder")
+        for _ in range(2):
+            for parameter in model.parameters():
+                parameter.data.mul_(1.1)
+            engine.update_weights(stream_weights(model))
+            assert vllm_tokens(engine) == expected_of(model)
+        assert [call[0] for call in calls] == ["build", *update, *update]
+
+
+@pytest.mark.parametrize("fault", ["a tensor is missing", "the stream raises"])
+def test_vllm_does_not_generate_after_a_failed_update_and_takes_the_next(fault, monkeypatch):
+    model = build("llama")
+    with installed(monkeypatch, "vllm") as calls:
+        engine = VLLMEngine("folder")
+        engine.update_weights(stream_weights(model))
+
+        def broken():
+            for index, pair in enumerate(stream_weights(model)):
+                if index == 3:
+                    if fault == "the stream raises":
+                        raise RolloutError("cannot go on")
+                    continue
+                yield pair
+
+        with pytest.raises(RolloutError, match=r"cannot go on|not received"):
+            engine.update_weights(broken())
+        assert calls[-1] == ("convert",), "no layer stays half loaded"
+        with pytest.raises(RolloutError, match="does not have all of its weights"):
+            vllm_tokens(engine)
+        engine.update_weights(stream_weights(model))
+        assert vllm_tokens(engine) == expected_of(model)
+
+
+@pytest.mark.parametrize("experts", [None, "TRITON"])
+@pytest.mark.ranks(1, 2)
+def test_vllm_takes_differences(experts, monkeypatch):
+    with installed(monkeypatch, "vllm", experts=experts) as calls:
+        strategy = FSDPV2Strategy(args=arguments(), bf16=True)
+        actor = strategy.prepare_model(build("llama"), is_training=True)
+        optimizer = strategy.create_optimizer(actor, lr=1e-4)
+        engine = strategy.setup_inference_engine(strategy.args, "vllm", actor)
+        updates = []
+        for step in range(3):
+            strategy.backward(
+                actor(**batch_of("llama", step, dist.get_rank())).logits.square().mean(), actor, optimizer
+            )
+            strategy.optimizer_step(optimizer, actor)
+            updates.append(strategy.update_engine_weights(actor, by_difference=True))
+            assert engine.weights_version == updates[-1].version
+        assert [update.is_full for update in updates] == [True, False, False]
+        assert updates[1].sent_bytes < updates[0].sent_bytes
+        assert [call[0] for call in calls if call[0] in ("reload", "patch")] == ["reload"] * 2 + ["patch"] * 2
+        strategy.wakeup_inference_engine()
+        assert vllm_tokens(engine) == expected_of(actor)
+        with pytest.raises(RolloutError, match=r"has version .*, expected other, since which"):
+            engine.update_changed_weights(iter(()), since="other", version="new")
+        strategy.close()
+
+
+def test_patches_are_written_in_batches_of_a_limited_size(monkeypatch):
+    model = build("llama")
+    with installed(monkeypatch, "vllm") as calls:
+        engine = VLLMEngine("folder")
+        stream = stream_weights(model, since="")
+        engine.update_changed_weights(stream, since="", version=stream.version)
+        for parameter in model.parameters():
+            parameter.data.view(-1)[0] += 1
+        stream = stream_weights(model, since=stream.version)
+        monkeypatch.setattr("fsdp2_strategy.sizes.BUCKET_BYTES", model.lm_head.weight.nbytes)
+        engine.update_changed_weights(stream, since=engine.weights_version, version=stream.version)
+        assert len([call for call in calls if call[0] == "patch"]) > 1
+        assert sum(call[1] for call in calls if call[0] == "patch") == len(list(model.parameters()))
+        assert vllm_tokens(engine) == expected_of(model)
+
+
+@pytest.mark.parametrize(
+    ("package", "options", "match"),
+    [
+        ("vllm", {"experts": "FLASHINFER_CUTLASS"}, "vLLM converts 1 layer .experts .Module.. for its kernels"),
+        ("vllm", {"has_transfer": False}, "this version of vLLM reloads weights layer by layer"),
+        ("sglang", {}, "SGLangEngine has no update_changed_weights"),
+    ],
+)
+@pytest.mark.ranks(2)
+def test_differences_that_an_engine_does_not_take_are_an_error_on_every_rank(package, options, match, monkeypatch):
+    with installed(monkeypatch, package, **options):
+        strategy = FSDPV2Strategy(args=arguments())
+        actor = strategy.prepare_model(build("llama"), is_training=True)
+        strategy.setup_inference_engine(strategy.args, package, actor)
+        with pytest.raises(RolloutError, match=match):
+            strategy.update_engine_weights(actor, by_difference=True)
+        strategy.update_engine_weights(actor)
+        strategy.close()
+
+
+def test_a_difference_of_integers_is_an_error(monkeypatch):
+    with installed(monkeypatch, "vllm"):
+        engine = VLLMEngine("folder")
+        engine.update_changed_weights(stream_weights(build("llama")), since="", version="1")
+        with pytest.raises(RolloutError, match="count has dtype int64, expected a floating-point dtype"):
+            engine.update_changed_weights(iter([("count", torch.ones(2, dtype=torch.int64))]), since="1", version="2")
+
+
+def test_a_vllm_without_a_documented_way_to_update_weights_is_an_error(monkeypatch):
+    with installed(monkeypatch, "vllm", has_transfer=False, has_reload=False):
+        with pytest.raises(RolloutError, match=r"vllm has version 0\.33\.0, expected one that transfers weights"):
+            VLLMEngine("folder")
+        for send in (vllm_weight_source, lambda model: vllm_patches(stream_weights(model, since=""))):
+            with pytest.raises(RolloutError, match="cannot send weights to vLLM: its version"):
+                send(build("llama"))
+    with installed(monkeypatch, "vllm"), pytest.raises(RolloutError, match="weight_transfer_config was passed"):
+        VLLMEngine("folder", weight_transfer_config={"backend": "nccl"})
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_source_for_vllm_declares_what_it_streams_in_the_same_order(monkeypatch):
+    with installed(monkeypatch, "vllm"):
+        actor = FSDPV2Strategy().prepare_model(build("gemma3"), is_training=True)
+        source = vllm_weight_source(actor, bucket_bytes=1000)
+        for _ in range(2):
+            sent = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in source.iter_full()]
+            assert sent == [(each.name, each.dtype, each.shape) for each in source.metadata]
+            next(actor.parameters()).data.mul_(2)
+
+
+@pytest.mark.ranks(1, 2)
+def test_patches_for_vllm_are_the_changes_of_a_stream(monkeypatch):
+    with installed(monkeypatch, "vllm"):
+        actor = FSDPV2Strategy().prepare_model(build("llama"), is_training=True)
+        stream = stream_weights(actor, since="")
+        with pytest.raises(RolloutError, match="the stream has all weights"):
+            vllm_patches(stream)
+        stream = stream_weights(actor, since="")
+        weights = dict(stream)
+        for parameter in actor.parameters():
+            parameter.data.mul_(1.01)
+        patches = vllm_patches(stream_weights(actor, since=stream.version))
+        assert {patch.indices.dtype for patch in patches} == {torch.int32}
+        for patch in patches:
+            weights[patch.name].view(-1)[patch.indices.long()] = patch.values
+            assert patch.full_shape == tuple(weights[patch.name].shape)
+        for name, tensor in stream_weights(actor):
+            assert torch.equal(weights[name], tensor)
 
 
 @pytest.mark.parametrize("package", ["sglang", "vllm"])

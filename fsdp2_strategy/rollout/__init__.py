@@ -1,10 +1,10 @@
 """Stream weights from a sharded model to an inference engine, and generate with the engine.
 
 `stream` and `bucket` gather the weights. `protocol` defines an engine; `transformers_engine`, `sglang_engine` and
-`vllm_engine` are engines. `agreement` compares an engine with the trainer, and `importance` corrects a loss for the
-difference. `engine` contains `Rollout`, which the strategy calls. `remote` connects the trainer to an
-engine in another process, over the sockets of `connection`; `handshake` authenticates both ends, and `requests` checks
-what a trainer asks for.
+`vllm_engine`, which updates its worker with `vllm_transfer`, are engines. `vllm_source` is for trainers that send to a
+server of vLLM. `agreement` compares an engine with the trainer, and `importance` corrects a loss for the difference.
+`engine` contains `Rollout`, which the strategy calls. `remote` connects the trainer to an engine in another process,
+over the sockets of `connection`; `handshake` authenticates both ends, and `requests` checks what a trainer asks for.
 """
 
 from fsdp2_strategy.rollout.agreement import EngineAgreement, check_engine_agreement
@@ -19,6 +19,7 @@ from fsdp2_strategy.rollout.sglang_engine import SGLangEngine
 from fsdp2_strategy.rollout.stream import WeightStream, stream_adapter, stream_weights, weight_checksums
 from fsdp2_strategy.rollout.transformers_engine import TransformersEngine
 from fsdp2_strategy.rollout.vllm_engine import VLLMEngine
+from fsdp2_strategy.rollout.vllm_source import vllm_patches, vllm_weight_source
 
 __all__ = [
     "ENGINES",
@@ -42,5 +43,7 @@ __all__ = [
     "serve",
     "stream_adapter",
     "stream_weights",
+    "vllm_patches",
+    "vllm_weight_source",
     "weight_checksums",
 ]

@@ -62,6 +62,8 @@ class Engine(RolloutEngine):
     is_asleep: bool = False
     weights_version: str | None
     """Only if there is `update_changed_weights`."""
+    _has_weights: bool = True
+    """Whether the last update was complete."""
 
     @property
     def class_name(self) -> str:
@@ -91,6 +93,14 @@ class Engine(RolloutEngine):
         if self.is_asleep:
             raise RolloutError(
                 f"cannot {action}: the engine is asleep, expected one that is awake. Call wakeup_inference_engine."
+            )
+
+    def _check_ready(self, action: str) -> None:
+        self._check_awake(action)
+        if not self._has_weights:
+            raise RolloutError(
+                f"cannot {action}: the engine does not have all of its weights, expected a complete update. Call "
+                "update_engine_weights first."
             )
 
 

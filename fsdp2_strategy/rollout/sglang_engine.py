@@ -101,18 +101,49 @@ class SGLangEngine(Engine):
         )
 
     def update_weights(self, weights: Weights) -> None:
-        """Send all weights to the workers; raise RolloutError if the engine is asleep, or SGLang reports a failure."""
+        """Send all weights to the workers, in a session: SGLang restores the layout of the files, and converts again.
+
+        Raises:
+            RolloutError: the engine is asleep, or SGLang reports a failure. After a failure, `generate` raises until an
+                update succeeds.
+        """
         self._check_awake("update its weights")
-        for bucket in _buckets(weights, self._bucket_bytes):
-            result = self.llm_engine.update_weights_from_tensor(named_tensors=bucket, flush_cache=False)
-            success, message = result if isinstance(result, tuple) else (True, "")
-            if not success:
-                raise RolloutError(
-                    f"cannot update weights: SGLang did not load {bucket[0][0]} and the {len(bucket) - 1} after it: "
-                    f"{message}. Expected that it loads weights under the names of the model's files. Check that both "
-                    "have the same model."
+        self._has_weights = False
+        with self._session():
+            for bucket in _buckets(weights, self._bucket_bytes):
+                _check(
+                    self.llm_engine.update_weights_from_tensor(named_tensors=bucket, flush_cache=False),
+                    f"SGLang did not load {bucket[0][0]} and the {len(bucket) - 1} after it",
+                    "that it loads weights under the names of the model's files. Check that both have the same model.",
                 )
-        self.llm_engine.flush_cache()
+        _check(
+            self.llm_engine.flush_cache(),
+            "SGLang did not clear the cache of the old weights",
+            "no requests during an update. Finish all requests first, and update again.",
+        )
+        self._has_weights = True
+
+    @contextmanager
+    def _session(self) -> Iterator[None]:
+        """Open SGLang's session of an update, and close it also after an error; versions without sessions need none."""
+        if not hasattr(self.llm_engine, "begin_weight_update"):
+            yield
+            return
+        _check(
+            self.llm_engine.begin_weight_update(),
+            "SGLang did not begin it",
+            "no other update at the same time. Finish that first.",
+        )
+        try:
+            yield
+        except BaseException:
+            self.llm_engine.end_weight_update()  # else it refuses to begin the next
+            raise
+        _check(
+            self.llm_engine.end_weight_update(),
+            "SGLang did not end it",
+            "that it converts the weights for its kernels. Update again.",
+        )
 
     def sleep(self) -> None:
         """Free the memory of cache and graphs, but not the weights; raise RolloutError without ``allows_sleep``."""
@@ -128,12 +159,20 @@ class SGLangEngine(Engine):
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call ``sglang.Engine.generate`` with the same arguments and result; raise RolloutError if asleep."""
-        self._check_awake("generate")
+        self._check_ready("generate")
         return self.llm_engine.generate(*args, **kwargs)
 
     def close(self) -> None:
         """End the workers."""
         self.llm_engine.shutdown()
+
+
+def _check(result: Any, failure: str, expected: str) -> None:
+    """Raise if SGLang reports a failure, as a pair or as an object; versions that return nothing raise themselves."""
+    success, message = result if isinstance(result, tuple) else (getattr(result, "success", True), "")
+    if not success:
+        message = message or getattr(result, "message", "")
+        raise RolloutError(f"cannot update weights: {failure}: {message.rstrip('.')}. Expected {expected}")
 
 
 def _buckets(weights: Weights, size: int) -> Iterator[list[tuple[str, torch.Tensor]]]:

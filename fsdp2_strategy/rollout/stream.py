@@ -164,6 +164,21 @@ def stream_weights(
     return _stream_changes(source, dtype, bucket_bytes, since=since, retain=retain, merge_adapters=merge_adapters)
 
 
+def weight_metadata(
+    model: nn.Module, *, dtype: torch.dtype | None, bucket_bytes: int | None, merge_adapters: bool
+) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    """Return name, dtype and shape of each tensor of `stream_weights`, in its order; collective, but gathers nothing.
+
+    Adapters that are to be merged are gathered.
+    """
+    source = _Source(model)
+    bucket_bytes = sizes.BUCKET_BYTES if bucket_bytes is None else bucket_bytes
+    with on_ranks_of(source.root):
+        items = _begin(source, dtype, bucket_bytes, [], merge_adapters=merge_adapters)
+    regions = [pair for bucket in pack(items, bucket_bytes) for pair in bucket.regions.items()]
+    return [(name, region.dtype, tuple(region.shape)) for name, region in regions]
+
+
 class _Source:
     """A model whose weights are streamed as they are now; see [Note: changes during a stream]."""
 

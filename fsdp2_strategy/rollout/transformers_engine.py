@@ -239,14 +239,6 @@ class TransformersEngine(Engine):
         """
         return chosen_experts(self.model, lambda: self.log_probs(sequences, attention_mask, **inputs))
 
-    def _check_ready(self, action: str) -> None:
-        self._check_awake(action)
-        if not self._has_weights:
-            raise RolloutError(
-                f"cannot {action}: the engine does not have all of its weights, expected a complete update. Call "
-                "update_engine_weights first."
-            )
-
     @property
     def llm_engine(self) -> Any:
         """An object with ``model_config.max_model_len``, which trainers read from vLLM's engine, in tokens."""

@@ -2,7 +2,8 @@
 
 Input: a trainer's arguments, and weights under Hugging Face names. Output: vLLM's outputs.
 
-The calls are those of the version in tests/helpers/engines/signatures.json. They have not been run on a GPU.
+The calls are those of the version in tests/helpers/engines/signatures.json. They have not been run on a GPU. Weights
+are transferred in the steps that vLLM documents for trainers; see `vllm_transfer`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from typing import Any
 
 import torch
 
-from fsdp2_strategy.rollout.protocol import Engine, Weights
+from fsdp2_strategy.errors import RolloutError, some
+from fsdp2_strategy.rollout import vllm_transfer
+from fsdp2_strategy.rollout.protocol import Changes, Engine, Weights
 from fsdp2_strategy.rollout.trainer_arguments import (
     check_allows_sleep,
     dtype_name,
@@ -33,10 +36,10 @@ class VLLMEngine(Engine):
         tp_size: number of ranks that share an engine.
         memory_fraction: share of an accelerator's memory for weights and cache, from 0 to 1.
         allows_sleep: whether `sleep` can be called, which makes vLLM reserve its memory differently.
-        **options: further arguments of ``vllm.LLM``.
+        **options: further arguments of ``vllm.LLM``, but not ``weight_transfer_config``.
 
     Raises:
-        RolloutError: vLLM is not installed.
+        RolloutError: vLLM is not installed, or its version has no documented way to update weights.
     """
 
     def __init__(
@@ -51,6 +54,14 @@ class VLLMEngine(Engine):
     ) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the weights of its worker must be in this process
         vllm = import_package("vllm")
+        if "weight_transfer_config" in options:
+            raise RolloutError(
+                "cannot build an engine: weight_transfer_config was passed, expected none, because the engine "
+                "transfers weights itself. For another transfer, use vllm.LLM, and send it vllm_weight_source(model)."
+            )
+        self._transfers = vllm_transfer.register(vllm)
+        if self._transfers:
+            options["weight_transfer_config"] = {"backend": vllm_transfer.BACKEND}
         self.llm: Any = vllm.LLM(
             model=model,
             dtype=dtype,
@@ -61,6 +72,7 @@ class VLLMEngine(Engine):
             **options,
         )
         self.dtype = dtype
+        self.weights_version: str | None = None
         self._allows_sleep = allows_sleep
 
     @classmethod
@@ -104,10 +116,67 @@ class VLLMEngine(Engine):
         return self.llm.llm_engine
 
     def update_weights(self, weights: Weights) -> None:
-        """Load all weights into this rank's worker, which keeps its part of each; raise RolloutError if asleep."""
+        """Load all weights into this rank's worker, which keeps its part of each.
+
+        vLLM converts each layer for its kernels when all weights of the layer have been received, and holds them until
+        then.
+
+        Raises:
+            RolloutError: the engine is asleep, or has requests. After a failure, `generate` raises until an update
+                succeeds.
+        """
         self._check_awake("update its weights")
-        self.llm.apply_model(lambda model: len(model.load_weights(weights)))
-        self.llm.reset_prefix_cache()
+        self._transfer(weights=weights)
+
+    def update_changed_weights(self, changes: Changes, *, since: str, version: str) -> None:
+        """Write the weights that have changed since a version in place; see `RolloutEngine`.
+
+        vLLM writes differences into a model whose layers are in the layout of the files: without quantization, without
+        latent attention (MLA), and with experts only for the kernels in Triton.
+
+        Raises:
+            RolloutError: as `update_weights`; or vLLM, or its model, takes no differences; the engine has another
+                version than ``since``; or a weight is not a floating-point tensor.
+        """
+        self._check_awake("update its weights")
+        self._check_takes_differences()
+        if since and since != self.weights_version:
+            raise RolloutError(
+                f"cannot update weights: the engine has version {self.weights_version}, expected {since}, since which "
+                "changes were sent. Send all weights."
+            )
+        self._transfer(**{"changes" if since else "weights": changes})
+        self.weights_version = version
+
+    def _check_takes_differences(self) -> None:
+        if not self._transfers:
+            raise RolloutError(
+                "cannot update weights by difference: this version of vLLM reloads weights layer by layer, expected "
+                "one that transfers weights in steps. Install vllm 0.33, or update without by_difference."
+            )
+        (converted,) = self.llm.apply_model(vllm_transfer.converted_layers)
+        if converted:
+            raise RolloutError(
+                f"cannot update weights by difference: vLLM converts {some(converted, 'layer')} for its kernels, "
+                "expected layers in the layout of the files, in which differences are sent. Update without "
+                "by_difference."
+            )
+
+    def _transfer(self, **update: Any) -> None:
+        self._has_weights, self.weights_version = False, None
+        if self._transfers:
+            self.llm.start_weight_update()
+            self.llm.update_weights({"update_info": update})
+            self.llm.finish_weight_update()
+            self.llm.llm_engine.reset_encoder_cache()
+        else:
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": update["weights"]})
+        if not self.llm.reset_prefix_cache():
+            raise RolloutError(
+                "cannot update weights: vLLM did not clear the cache of the old weights, expected no requests during "
+                "an update. Finish all requests first, and update again."
+            )
+        self._has_weights = True
 
     def sleep(self) -> None:
         """Move the weights to host memory, and free the cache; raise RolloutError without ``allows_sleep``."""
@@ -126,7 +195,7 @@ class VLLMEngine(Engine):
 
         ``prompts`` may contain lists of token ids, as LightRFT passes them; vLLM expects a mapping.
         """
-        self._check_awake("generate")
+        self._check_ready("generate")
         if isinstance(prompts, list | tuple):
             prompts = [
                 {"prompt_token_ids": list(prompt)} if isinstance(prompt, list | tuple) else prompt for prompt in prompts
