@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import gc
+import importlib.util
 import re
 from pathlib import Path
 
@@ -100,6 +101,19 @@ EITHER = [
     ("_orig_dtype", "_set_unsharded_grad_dtypes"),  # until and from torch 2.15, and so are the next ones
     ("to_accumulated_grad_if_needed", "_capture_grad_dtype_policy"),
 ]
+
+
+def test_the_page_of_private_names_is_the_one_that_the_modules_give():
+    spec = importlib.util.spec_from_file_location("private_names", PACKAGE.parent / ".ci/private_names.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert script.PAGE.read_text() == script.page(), "run python .ci/private_names.py"
+    shown = set(re.findall(r"`(\w+)`", script.page()))
+    assert not OF_FSDP - shown - script.WITHOUT_UNDERSCORE
+    assert {"_unsharded_param", "_orig_dtype", "_no_split_modules"} <= shown
+    rows = [line.split(" | ") for line in script.page().splitlines() if line.startswith("| `")]
+    without_purpose = [row[0] for row in rows if not row[-1].strip(" |") and not row[0].startswith("| `_")]
+    assert not without_purpose, without_purpose
 
 
 def attributes_by_argument(module):

@@ -2,7 +2,8 @@
 
 Input: torch's objects. Output: the values of their private attributes. Other modules of this package use no private
 name of torch except `_parameters`, `_buffers`, `_modules` and `_foreach_...`. tests/test_internals.py checks this, and
-reports the names that a new version of torch lacks. The module is tested with torch 2.11, 2.12 and 2.13.
+reports the names that a new version of torch lacks. docs/versions.md has the versions that the module is tested with,
+docs/private_names.md a table of the names.
 
 [Note: FSDP2's objects] `fully_shard` creates a *state* (``FSDPState``) for each unit, with hooks around the module's
 forward. A state has *parameter groups* (``FSDPParamGroup``, ``param_group`` in the code), usually one, which all-gather
@@ -43,9 +44,13 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
+"""Base class of modes that see each operator."""
 StridedShard = _StridedShard
+"""Placement of a dimension that several axes of a mesh split, the inner axis first, as `fully_shard` makes it."""
 tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
+"""Take nested values apart, and put them together."""
 tree_leaves, tree_map = _pytree.tree_leaves, _pytree.tree_map
+"""Read and change the leaves of nested values."""
 
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """torch 2.13 renames the function, and warns about calls by the earlier name."""
@@ -565,7 +570,9 @@ INIT_WITHOUT_OPERATIONS = ("_no_grad_trunc_normal_", "dirac_", "orthogonal_", "s
 """Functions of `torch.nn.init` that have no effect on meta tensors."""
 
 BATCH_NORMS: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._NormBase,)
+"""Base classes of all batch norms."""
 CONVOLUTIONS: tuple[type[nn.Module], ...] = (nn.modules.conv._ConvNd,)
+"""Base classes of all convolutions."""
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:
