@@ -9,7 +9,8 @@
 # make sweep      further cases of tests, and all model types of transformers: longer than CI has time for
 # make peers      the tests that run the own code of LeRobot, VITRA and LightRFT
 # make suites     TRL's and transformers' own tests of their trainers, with our trainers
-# make lowest     core tests, with the newest torch and the lowest versions of other packages
+# make lowest     core tests, with the lowest versions of other packages
+# make newest     core tests, with the newest torch and the newest versions of other packages
 # make resolve    the versions that pip chooses next to each engine and trainer
 # make test-matrix  core tests, with the lowest and highest versions of Python, torch and other packages
 # Each sets up its own virtual environment in .venv first. torch comes before the rest and with a fixed version: an
@@ -20,7 +21,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: test test-full docs test-matrix lowest resolve sweep peers suites big soak demo grpo robot lint bench gpu dist format clean
+.PHONY: test test-full docs test-matrix lowest newest resolve sweep peers suites big soak demo grpo robot lint bench gpu dist format clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -60,7 +61,10 @@ test-matrix:
 	$(PYTHON) .ci/matrix.py $(MATRIX_FLAGS)
 
 lowest:
-	$(PYTHON) .ci/matrix.py 3.11-2.15.0-lowest
+	$(PYTHON) .ci/matrix.py 3.11-2.13.0-lowest
+
+newest:
+	$(PYTHON) .ci/matrix.py 3.11-2.15.0-newest
 
 # Needs a Python that all of them support: RESOLVE_PYTHON. Reads metadata, installs nothing.
 RESOLVE_PYTHON ?= $(PEERS_PYTHON)
