@@ -11,6 +11,8 @@
 # make engines    the tests that run the own code of vLLM and SGLang, without an accelerator
 # make suites     TRL's and transformers' own tests of their trainers, with our trainers
 # make lowest     core tests, with the lowest versions of other packages
+# make newest     core tests, with the newest torch and the newest versions of other packages
+# make resolve    the versions that pip chooses next to each engine and trainer
 # make test-matrix  core tests, with the lowest and highest versions of Python, torch and other packages
 # Each sets up its own virtual environment in .venv first. torch comes before the rest and with a fixed version: an
 # unpinned torch may pull gigabytes of CUDA packages.
@@ -20,7 +22,8 @@ BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: test test-full docs test-matrix lowest sweep peers engines suites big soak demo grpo robot lint bench gpu dist format clean
+.PHONY: test test-full docs test-matrix lowest newest resolve sweep peers engines suites big soak demo grpo robot lint
+.PHONY: bench gpu dist format clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -61,6 +64,15 @@ test-matrix:
 
 lowest:
 	$(PYTHON) .ci/matrix.py 3.11-2.13.0-lowest
+
+newest:
+	$(PYTHON) .ci/matrix.py 3.11-2.15.0-newest
+
+# Needs a Python that all of them support: RESOLVE_PYTHON. Reads metadata, installs nothing.
+RESOLVE_PYTHON ?= $(PEERS_PYTHON)
+
+resolve:
+	$(RESOLVE_PYTHON) .ci/resolve.py
 
 sweep: .venv/installed
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m sweep

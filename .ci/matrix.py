@@ -98,16 +98,18 @@ def commit() -> str:
     return head.stdout.strip() + "+" * (not clean)
 
 
-def install(cell: Cell, command: str) -> Path:
+def install(cell: Cell, interpreter: str) -> Path:
     """Create the cell's environment, or bring it up to date; return its interpreter."""
     python = ENVIRONMENTS / cell.name / "bin/python"
     if not python.exists():
-        subprocess.run([command, "-m", "venv", ENVIRONMENTS / cell.name], check=True)
+        subprocess.run([interpreter, "-m", "venv", ENVIRONMENTS / cell.name], check=True)
     pip = [python, "-m", "pip", "install", "--quiet"]
+    environment = os.environ | {"PIP_CONSTRAINT": os.devnull}  # the cell decides, not a constraint of this machine
     # torch first: what the next command installs must not replace it by a newer one that takes gigabytes.
-    subprocess.run([*pip, f"torch=={cell.torch}"], cwd=ROOT, check=True)
+    subprocess.run([*pip, f"torch=={cell.torch}"], cwd=ROOT, env=environment, check=True)
     bounds = ["--constraint", ".ci/lowest.txt"] if cell.packages == "lowest" else ["--upgrade", "transformers"]
-    subprocess.run([*pip, f"torch=={cell.torch}", *bounds, "--editable", ".[dev]"], cwd=ROOT, check=True)
+    command = [*pip, f"torch=={cell.torch}", *bounds, "--editable", ".[dev]"]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True)
     return python
 
 

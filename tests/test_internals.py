@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import gc
+import importlib.util
 import re
 from pathlib import Path
 
@@ -93,13 +94,40 @@ def test_private_names_of_other_libraries_are_touched_in_two_modules_alone():
     assert not wrong, wrong
 
 
+# Local variables of torch_internals: what a state shares with the other states of its root.
+SUBJECTS = {"context", "messages"}
+# Names of which each version of torch has one.
+EITHER = [
+    ("_fsdp_param_group", "_fsdp_param_groups"),  # until and from torch 2.12
+    ("_orig_dtype", "_set_unsharded_grad_dtypes"),  # until and from torch 2.15, and so are the next ones
+    ("to_accumulated_grad_if_needed", "_capture_grad_dtype_policy"),
+]
+
+
+def test_the_page_of_private_names_is_the_one_that_the_modules_give():
+    spec = importlib.util.spec_from_file_location("private_names", PACKAGE.parent / ".ci/private_names.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert script.PAGE.read_text() == script.page(), "run python .ci/private_names.py"
+    shown = set(re.findall(r"`(\w+)`", script.page()))
+    assert not OF_FSDP - shown - script.WITHOUT_UNDERSCORE
+    assert {"_unsharded_param", "_orig_dtype", "_no_split_modules"} <= shown
+    rows = [line.split(" | ") for line in script.page().splitlines() if line.startswith("| `")]
+    without_purpose = [row[0] for row in rows if not row[-1].strip(" |") and not row[0].startswith("| `_")]
+    assert not without_purpose, without_purpose
+
+
 def attributes_by_argument(module):
-    """Return for each name of an argument of an interface's functions the attributes that they read or write of it."""
+    """Return for each name of an argument of an interface's functions the attributes that they read or write of it.
+
+    The local variables of `SUBJECTS` count as arguments.
+    """
     found = {}
     for function in ast.parse(Path(module.__file__).read_text()).body:
         if not isinstance(function, ast.FunctionDef):
             continue
-        arguments = {argument.arg for argument in function.args.args}
+        arguments = {argument.arg for argument in function.args.args} | SUBJECTS
+        arguments |= {"parameter"} if "parameters" in arguments else set()
         for node in ast.walk(function):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in arguments:
                 found.setdefault(node.value.id, set()).add(node.attr)
@@ -134,6 +162,8 @@ def test_what_is_read_of_torchs_objects_is_there_in_this_version():
         "state": state,
         "param_group": param_group,
         "parameter": parameter,
+        "context": state._state_ctx,
+        "messages": state._comm_ctx,
         "module": model[0],
         "tensor": distribute_tensor(torch.zeros(4), mesh),
         "source": distribute_tensor(torch.zeros(4), mesh),
@@ -142,10 +172,10 @@ def test_what_is_read_of_torchs_objects_is_there_in_this_version():
         "optimizer": optimizer,
         "loader": torch.utils.data.DataLoader([1]),
     }
-    check_attributes(of, subjects, either=[("_fsdp_param_group", "_fsdp_param_groups")])
+    check_attributes(of, subjects, either=EITHER)
     torch_internals.mark_idle(state)
     assert hasattr(dist.PrefixStore, "underlying_store") and {"host", "port"} <= set(dir(dist.TCPStore))
-    assert set(of) <= {"state_or_param_group", "iterator", "operator", "function", "local", "store"}, (
+    assert set(of) <= {"state_or_param_group", "iterator", "operator", "function", "local", "store", "values"}, (
         f"nobody looks at these arguments: {of}"
     )
 

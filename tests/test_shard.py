@@ -33,6 +33,7 @@ from helpers.reference import (
 from helpers.worlds import some
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
@@ -125,8 +126,11 @@ def test_bf16_training_has_the_gradients_of_the_same_arithmetic_unsharded(name):
     expected_grads = {n: p.grad for n, p in named_parameters(reference.inner).items() if p.grad is not None}
     grads = full_grads(model)
     assert {g.dtype for g in grads.values()} == {torch.float32}
-    # An encoder's output that several decoder blocks use adds up its bf16 gradients in another order.
-    assert_close(grads, expected_grads, 2e-2 if name in ("t5", "bart") else 1e-6, "gradient")
+    # An encoder's output that several decoder blocks use adds up its bf16 gradients in another order. From torch 2.15
+    # on, FSDP2 does not round the gradient of a bf16 weight that a layer computes in fp32.
+    rounds = not hasattr(FSDPParam, "unsharded_grad_dtype")
+    tolerance = 2e-2 if name in ("t5", "bart") else 1e-6 if rounds else torch.finfo(torch.bfloat16).eps / 2
+    assert_close(grads, expected_grads, tolerance, "gradient")
 
 
 @pytest.mark.ranks(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -70,22 +71,36 @@ def test_a_version_that_is_too_old_is_an_error_that_names_the_one_to_install(pac
         versions.check_versions()
 
 
-def test_a_version_that_is_not_tested_is_a_warning(monkeypatch):
-    monkeypatch.setattr(versions, "version", {"torch": "2.14.0", "transformers": "5.99.1"}.__getitem__)
-    with pytest.warns(UserWarning, match="not tested with torch 2.14.0"):
-        versions.check_versions()
-    monkeypatch.setattr(versions, "version", {"torch": "2.13.0+cpu", "transformers": "5.5.4"}.__getitem__)
+@pytest.mark.parametrize(("package", "installed"), [("torch", "2.99.0+cpu"), ("transformers", "5.99.1")])
+def test_a_version_that_is_not_tested_is_one_warning_on_rank_0(package, installed, monkeypatch):
+    newest = {name: ".".join(map(str, numbers)) for name, numbers in versions.NEWEST_TESTED.items()}
+    monkeypatch.setattr(versions, "version", (newest | {package: installed}).__getitem__)
+    message = f"not tested with {package} {re.escape(installed)}, only with versions up to {re.escape(newest[package])}"
+    for rank in (None, "0"):
+        monkeypatch.delenv("RANK", raising=False) if rank is None else monkeypatch.setenv("RANK", rank)
+        with pytest.warns(UserWarning, match=message) as shown:
+            versions.check_versions()
+        assert len(shown) == 1
+    monkeypatch.setenv("RANK", "1")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         versions.check_versions()
 
 
+def test_patches_of_a_tested_version_count_as_tested(monkeypatch):
+    tested = {name: ".".join(map(str, (*numbers, 7))) for name, numbers in versions.NEWEST_TESTED.items()}
+    for found in (tested, {"torch": "2.13.0+cpu", "transformers": "5.5.4"}):
+        monkeypatch.setattr(versions, "version", found.__getitem__)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            versions.check_versions()
+
+
 def test_the_bounds_are_those_of_the_project_file():
     dependencies = project()["dependencies"]
     lowest = {name: ".".join(map(str, numbers)) for name, numbers in versions.LOWEST.items()}
-    first = {name: ".".join(map(str, numbers)) for name, numbers in versions.NOT_TESTED.items()}
-    assert f"torch>={lowest['torch']},<{first['torch']}" in dependencies
-    assert f"transformers>={lowest['transformers']}" in dependencies
+    for name, number in lowest.items():
+        assert f"{name}>={number}" in dependencies, "an upper bound would be a conflict next to newer engines"
     pinned = (PROJECT / ".ci/lowest.txt").read_text().splitlines()
     assert f"transformers=={lowest['transformers']}" in pinned
 
@@ -95,19 +110,22 @@ def test_the_page_has_the_ranges_of_the_project_file():
     declared["Python"] = f"Python{project()['requires-python']}"
     shown = {row[0]: f"{row[0]}{row[1].strip('`')}" for row in rows("Supported versions")}
     assert shown == {name: declared[name] for name in ("Python", "torch", "transformers")}
+    highest = {row[0]: row[3] for row in rows("Supported versions")}
+    for name, numbers in versions.NEWEST_TESTED.items():
+        assert highest[name].startswith(".".join(map(str, numbers))), f"{name}: the page says {highest[name]}"
 
 
-def test_the_matrix_covers_both_ends_of_each_range_with_each_python(matrix):
-    (before,) = {(major, minor - 1) for major, minor in [versions.NOT_TESTED["torch"]]}
-    ends = {"{}.{}.0".format(*versions.LOWEST["torch"]), "{}.{}.0".format(*before)}
+def test_the_matrix_covers_each_python_and_both_ends_of_torch_with_both_ends_of_other_packages(matrix):
+    ends = {"{}.{}.0".format(*versions.LOWEST["torch"]), "{}.{}.0".format(*versions.NEWEST_TESTED["torch"])}
     cells = matrix.cells()
     pythons = {cell.python for cell in cells}
     assert pythons >= set(pythons_of_the_classifiers())
     assert f">={min(pythons, key=lambda p: int(p.split('.')[1]))}" == project()["requires-python"]
     for python in pythons:
-        assert {cell.torch for cell in cells if cell.python == python} == ends, python
         assert {cell.packages for cell in cells if cell.python == python} == {"lowest", "newest"}, python
-    assert len({(cell.torch, cell.packages) for cell in cells}) == 4
+    assert {(cell.torch, cell.packages) for cell in cells} >= {(t, p) for t in ends for p in ("lowest", "newest")}
+    minors = {int(cell.torch.split(".")[1]) for cell in cells}
+    assert minors >= {11, 13, 14, 15}, "the versions that engines pin are among them"
 
 
 def test_the_page_has_a_row_for_each_cell_of_the_matrix_and_classifiers_are_pythons_that_passed(matrix):
@@ -148,7 +166,8 @@ def test_the_matrix_goes_on_after_a_cell_that_fails_and_says_which_tests_did(mat
         "import pytest\ndef test_right(): pass\ndef test_wrong(): assert 0\n"
         "@pytest.mark.skip\ndef test_skipped(): pass\n"
     )
-    broken, failing = [cell for cell in matrix.cells() if cell.python == PYTHON]
+    broken, failing = [cell for cell in matrix.cells() if cell.python == PYTHON][:2]
+    monkeypatch.setattr(matrix, "cells", lambda: [broken, failing])
 
     def install(cell, command):
         if cell == broken:
@@ -175,3 +194,59 @@ def test_the_matrix_goes_on_after_a_cell_that_fails_and_says_which_tests_did(mat
     assert matrix.main() == 0
     first, second = json.loads(matrix.RESULTS.read_text())
     assert first["status"] == "failed" and second["status"] == "passed" and not second["reason"]
+
+
+# --- next to engines and trainers -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def resolver(monkeypatch):
+    """The script that asks pip for versions of this package and of an engine."""
+    spec = importlib.util.spec_from_file_location("resolve", PROJECT / ".ci/resolve.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "resolve", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_shows_that_pip_finds_versions_next_to_each_engine_and_trainer(resolver):
+    shown = {row[0]: row for row in rows("Next to engines and trainers")}
+    assert list(shown) == list(resolver.rows())
+    for name, (_, version, torch, transformers, *_) in shown.items():
+        chosen = {"torch": torch, "transformers": transformers}
+        assert version and all(chosen.values()), f"{name} does not resolve"
+        for package, found in chosen.items():
+            numbers = tuple(map(int, found.split(".")))
+            newest = versions.NEWEST_TESTED[package]
+            is_tested = versions.LOWEST[package] <= numbers and numbers[: len(newest)] <= newest
+            assert is_tested, f"{name}: {package} {found}"
+
+
+def test_an_engine_that_does_not_resolve_is_shown_with_the_requirements_that_conflict(resolver, monkeypatch, tmp_path):
+    pip = tmp_path / "python"
+    pip.write_text(
+        "#!/bin/sh\nif [ $1 = -c ]; then echo 3.12.1; exit; fi\n"
+        "echo 'ERROR: Cannot install a and b\n\nThe conflict is caused by:\n    a 1 depends on torch<2\n"
+        "    b 2 depends on torch>=3\n\nTo fix this' >&2; exit 1\n"
+    )
+    pip.chmod(0o755)
+    result = resolver.resolve(pip, tmp_path / "this.whl", "engine", "engine==1")
+    assert result.conflict == "a 1 depends on torch<2; b 2 depends on torch>=3" and not result.versions
+    assert "| engine | `engine==1` | does not resolve: a 1 depends on torch<2; b 2" in resolver.table([result])
+
+
+def test_versions_that_pip_chooses_are_read_from_its_report(resolver, tmp_path):
+    pip = tmp_path / "python"
+    report = {"install": [{"metadata": {"name": n, "version": v}} for n, v in [("En_gine", "1"), ("torch", "2.15.0")]]}
+    pip.write_text(f"#!/bin/sh\nif [ $1 = -c ]; then echo 3.12.1; exit; fi\necho '{json.dumps(report)}'\n")
+    pip.chmod(0o755)
+    result = resolver.resolve(pip, tmp_path / "this.whl", "Engine", "En_gine[all]>=1")
+    assert result.versions == {"en-gine": "1", "torch": "2.15.0"} and not result.conflict
+    assert "| Engine | 1 | 2.15.0 |  | 2 | 3.12.1 |" in resolver.table([result])
+
+
+def test_constraints_of_this_machine_do_not_decide_what_pip_chooses(resolver, monkeypatch):
+    monkeypatch.setenv("PIP_CONSTRAINT", "/some/constraints.txt")
+    monkeypatch.setenv("PIP_FIND_LINKS", "/some/wheels")
+    chosen = resolver.pip_environment()
+    assert "PIP_FIND_LINKS" not in chosen and {chosen["PIP_CONSTRAINT"], chosen["PIP_CONFIG_FILE"]} == {os.devnull}

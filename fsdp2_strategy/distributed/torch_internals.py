@@ -2,7 +2,8 @@
 
 Input: torch's objects. Output: the values of their private attributes. Other modules of this package use no private
 name of torch except `_parameters`, `_buffers`, `_modules` and `_foreach_...`. tests/test_internals.py checks this, and
-reports the names that a new version of torch lacks. The module is tested with torch 2.11, 2.12 and 2.13.
+reports the names that a new version of torch lacks. docs/versions.md has the versions that the module is tested with,
+docs/private_names.md a table of the names.
 
 [Note: FSDP2's objects] `fully_shard` creates a *state* (``FSDPState``) for each unit, with hooks around the module's
 forward. A state has *parameter groups* (``FSDPParamGroup``, ``param_group`` in the code), usually one, which all-gather
@@ -44,9 +45,13 @@ if TYPE_CHECKING:
 
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
+"""Base class of modes that see each operator."""
 StridedShard = _StridedShard
+"""Placement of a dimension that several axes of a mesh split, the inner axis first, as `fully_shard` makes it."""
 tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
+"""Take nested values apart, and put them together."""
 tree_leaves, tree_map = _pytree.tree_leaves, _pytree.tree_map
+"""Read and change the leaves of nested values."""
 
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """torch 2.13 renames the function, and warns about calls by the earlier name."""
@@ -244,17 +249,21 @@ def reduces_gradients(param_group: FSDPParamGroup) -> bool:
     return param_group.reduce_grads
 
 
-def gradient_dtype(param_group: FSDPParamGroup) -> torch.dtype | None:
-    """Return the dtype that gradients are cast to after the reduction; None before FSDP2 has determined it."""
-    return param_group._orig_dtype
+def lacks_gradient_dtypes(param_group: Any) -> bool:
+    """Return whether FSDP2 has chosen no dtypes for a unit's gradients, because all its parameters are frozen.
+
+    From torch 2.15 on, it chooses them for each parameter, also for frozen ones.
+    """
+    return hasattr(param_group, "_orig_dtype") and param_group._orig_dtype is None
 
 
-def set_gradient_dtype(param_group: FSDPParamGroup, dtype: torch.dtype) -> None:
-    """Set the dtype that gradients are cast to after the reduction."""
-    param_group._orig_dtype = dtype
+def set_gradient_dtype(param_group: Any, dtype: torch.dtype) -> None:
+    """Set the dtype that gradients are cast to after the reduction; from torch 2.15 on, that is ``grad_dtype``."""
+    if hasattr(param_group, "_orig_dtype"):
+        param_group._orig_dtype = dtype
 
 
-def set_gradient_dtypes_of(param_group: FSDPParamGroup, parameter: FSDPParam) -> None:
+def set_gradient_dtypes_of(param_group: Any, parameter: FSDPParam) -> None:
     """Set the dtypes of a unit's gradients, during and after the reduction, to those of ``parameter``."""
     param_group._orig_dtype, param_group._reduce_dtype = parameter.orig_dtype, parameter.reduce_dtype
 
@@ -309,25 +318,54 @@ def unsharded_of(parameter: FSDPParam) -> torch.Tensor | None:
     return getattr(parameter, "_unsharded_param", None)
 
 
-def accumulated_gradient(parameter: FSDPParam) -> torch.Tensor | None:
-    """Return the unreduced gradient, accumulated over micro-batches without communication; None if there is none."""
-    return parameter.unsharded_accumulated_grad
+def keep_gradients_in(parameter: Any, dtype: torch.dtype) -> None:
+    """Make a sharded parameter take gradients of another dtype than its own; call this before FSDP2 chooses dtypes.
+
+    Before torch 2.15, `set_gradient_dtype` of its unit has to follow.
+    """
+    shard = shard_of(parameter)
+    shard.grad_dtype = dtype
+    if hasattr(parameter, "_capture_grad_dtype_policy"):
+        parameter._capture_grad_dtype_policy(shard)
+
+
+def _accumulated_gradient(parameter: Any) -> torch.Tensor | None:
+    """Return the gradient that was accumulated over micro-batches without communication; None if there is none.
+
+    From torch 2.15 on, autograd accumulates it in the unsharded parameter's ``grad``, and nothing else holds one.
+    """
+    return cast("torch.Tensor | None", vars(parameter).get("unsharded_accumulated_grad"))
 
 
 def has_unreduced_gradient(parameter: FSDPParam) -> bool:
     """Return whether a parameter has a gradient on this rank that is not reduced yet."""
     unsharded = unsharded_of(parameter)
-    return accumulated_gradient(parameter) is not None or (unsharded is not None and unsharded.grad is not None)
+    return _accumulated_gradient(parameter) is not None or (unsharded is not None and unsharded.grad is not None)
 
 
-def drop_accumulated_gradient(parameter: FSDPParam) -> None:
-    """Drop the accumulated unreduced gradient."""
-    parameter.unsharded_accumulated_grad = None
+def drop_unreduced_gradient(parameter: Any) -> None:
+    """Drop the gradient that is not reduced yet."""
+    if _accumulated_gradient(parameter) is not None:
+        parameter.unsharded_accumulated_grad = None
+    if (unsharded := unsharded_of(parameter)) is not None:
+        unsharded.grad = None
 
 
-def accumulate_gradient(parameter: FSDPParam) -> None:
-    """Replace the unsharded gradient by an accumulated one in ``reduce_dtype``, unless it has that dtype already."""
-    parameter.to_accumulated_grad_if_needed()
+def set_zero_gradient(parameter: FSDPParam) -> None:
+    """Set the unsharded gradient of a parameter that has been gathered to zeros, in the dtype autograd would use."""
+    unsharded: Any = unsharded_of(parameter)
+    unsharded.grad = torch.zeros_like(unsharded, dtype=unsharded.grad_dtype)
+
+
+def unify_gradient_dtypes(parameters: Sequence[Any]) -> None:
+    """Cast the unreduced gradients of a unit to ``reduce_dtype`` if one was accumulated in that dtype.
+
+    Before torch 2.15, all gradients of one reduction must have the same dtype.
+    """
+    if any(_accumulated_gradient(parameter) is not None for parameter in parameters):
+        for parameter in parameters:
+            if _accumulated_gradient(parameter) is None and unsharded_of(parameter) is not None:
+                parameter.to_accumulated_grad_if_needed()
 
 
 # --- DTensor --------------------------------------------------------------------------------------------------------
@@ -407,7 +445,10 @@ def timeout_of(group: Any, device: torch.device) -> timedelta | None:
 
 def set_timeout(group: dist.ProcessGroup | None, timeout: timedelta) -> None:
     """Set the time-out of a group's collectives; ``group=None`` means the default group."""
-    distributed_c10d._set_pg_timeout(timeout, group)
+    if hasattr(dist, "set_timeout"):  # torch 2.14, which warns about calls by the earlier name
+        dist.set_timeout(timeout, group)
+    else:
+        distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def broadcast_coalesced(group: dist.ProcessGroup, tensors: list[torch.Tensor], bucket_bytes: int, source: int) -> None:
@@ -530,7 +571,9 @@ INIT_WITHOUT_OPERATIONS = ("_no_grad_trunc_normal_", "dirac_", "orthogonal_", "s
 """Functions of `torch.nn.init` that have no effect on meta tensors."""
 
 BATCH_NORMS: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._NormBase,)
+"""Base classes of all batch norms."""
 CONVOLUTIONS: tuple[type[nn.Module], ...] = (nn.modules.conv._ConvNd,)
+"""Base classes of all convolutions."""
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:
@@ -586,6 +629,7 @@ def forget_pass(state: FSDPState) -> None:
     """Clear what FSDP2 records of a pass: its root, the order of units, and buffers of collectives; keep gradients.
 
     Otherwise FSDP2 would not end the backward pass after one that raised, so its last gradients would be lost.
+    `FSDPModule.reset_iter_state` of torch 2.13 and later also drops gradients that the caller may have accumulated.
     """
     if state._is_root is None:  # no pass has begun
         return
@@ -601,14 +645,20 @@ def forget_pass(state: FSDPState) -> None:
     for event in events:
         if event is not None:
             stream.wait_event(event)
-    for name, empty in (
-        ("reduce_scatter_states", []),
-        ("reduce_scatter_state", None),
-        ("_last_post_reduce_events", {}),
-    ):
-        if hasattr(messages, name):
-            setattr(messages, name, empty)
+    _set_where_present(messages, reduce_scatter_states=[], reduce_scatter_state=None, _last_post_reduce_events={})
     messages.all_gather_state = None
+    # torch 2.15 can leave the end of a backward pass to the caller.
+    _set_where_present(context, manual_backward_finalization_active=None, gradient_reduction_pending=False)
+    _set_where_present(messages, active_gradient_reduction=None)
     for param_group in param_groups_of(state):
         param_group._post_reduce_event = param_group._all_reduce_state = None
         param_group._post_forward_indices.clear()
+        if hasattr(param_group, "_set_unsharded_grad_dtypes"):  # torch 2.15 defers casts while a pass runs
+            param_group._set_unsharded_grad_dtypes(defer_upcast=False)
+
+
+def _set_where_present(owner: object, **values: object) -> None:
+    """Set those attributes that an object has in this version of torch."""
+    for name, value in values.items():
+        if hasattr(owner, name):
+            setattr(owner, name, value)

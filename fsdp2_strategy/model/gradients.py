@@ -22,13 +22,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from fsdp2_strategy.distributed.process_group import group_in_use
 from fsdp2_strategy.distributed.torch_internals import (
-    drop_accumulated_gradient,
     drop_deferred_all_reduce,
+    drop_unreduced_gradient,
     fsdp_state_of,
     parameters_of,
     run_after_backward,
     shard_of,
-    unsharded_of,
 )
 from fsdp2_strategy.model.fsdp_state import parameter_groups
 from fsdp2_strategy.model.state import Slot, model_state
@@ -56,10 +55,8 @@ def clear_gradients(model: nn.Module) -> None:
     for param_group in parameter_groups(model):
         drop_deferred_all_reduce(param_group)
         for parameter in parameters_of(param_group):
-            drop_accumulated_gradient(parameter)
+            drop_unreduced_gradient(parameter)
             shard_of(parameter).grad = None  # not a parameter of the model while the unit is gathered
-            if (unsharded := unsharded_of(parameter)) is not None:
-                unsharded.grad = None
     if (replicated := replicated_gradients(model)) is not None:
         replicated.forget()
 

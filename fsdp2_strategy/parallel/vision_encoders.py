@@ -36,15 +36,15 @@ from fsdp2_strategy.config.strategy_config import MixedData
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.process_group import control_device, group_in_use
 from fsdp2_strategy.distributed.torch_internals import (
-    accumulate_gradient,
-    accumulated_gradient,
     gather,
     has_unreduced_gradient,
     module_of,
     parameters_of,
     reduces_gradients,
+    set_zero_gradient,
     shard_of,
     tree_leaves,
+    unify_gradient_dtypes,
     unsharded_of,
 )
 from fsdp2_strategy.errors import ShardError
@@ -134,12 +134,8 @@ def _reduce_with_zeros(process_group: Any, param_group: Any, reduce: Callable[..
         if any(unsharded_of(p) is None for p in missing):
             gather(param_group)  # a replicated unit that never ran on this rank: no communication
         for parameter in missing:
-            unsharded: Any = unsharded_of(parameter)
-            unsharded.grad = torch.zeros_like(unsharded)
-        if any(accumulated_gradient(p) is not None for p in trained):
-            for parameter in trained:  # all gradients of one reduction must have the same dtype
-                if accumulated_gradient(parameter) is None and unsharded_of(parameter) is not None:
-                    accumulate_gradient(parameter)
+            set_zero_gradient(parameter)
+        unify_gradient_dtypes(trained)
     reduce(*unused)
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from fsdp2_strategy.distributed.torch_internals import (
-    gradient_dtype,
+    keep_gradients_in,
+    lacks_gradient_dtypes,
     parameters_of,
     set_gradient_dtype,
     set_gradient_dtypes_of,
@@ -39,13 +40,14 @@ def fix_gradient_dtypes(param_group: Any, *, masters_in_optimizer: bool) -> None
 
 def _choose_dtypes_of(i: int, param_group: Any, choose: Callable[[], None]) -> None:
     choose()
-    if gradient_dtype(param_group) is None:
+    if lacks_gradient_dtypes(param_group):
         set_gradient_dtypes_of(param_group, parameters_of(param_group)[i])
 
 
 def _choose_fp32(param_group: Any, choose: Callable[[], None]) -> None:
+    half = [p for p in parameters_of(param_group) if shard_of(p).dtype in (torch.bfloat16, torch.float16)]
+    for parameter in half:
+        keep_gradients_in(parameter, torch.float32)
     choose()
-    if gradient_dtype(param_group) in (torch.bfloat16, torch.float16):
+    if half and not lacks_gradient_dtypes(param_group):
         set_gradient_dtype(param_group, torch.float32)
-        for parameter in parameters_of(param_group):
-            shard_of(parameter).grad_dtype = torch.float32

@@ -26,8 +26,6 @@ import torch
 from torch import nn
 
 from fsdp2_strategy.distributed.torch_internals import (
-    accumulate_gradient,
-    accumulated_gradient,
     gradient_ranks,
     has_deferred_all_reduce,
     has_unreduced_gradient,
@@ -37,8 +35,9 @@ from fsdp2_strategy.distributed.torch_internals import (
     parameters_of,
     reduce_gradients,
     reduces_gradients,
+    set_zero_gradient,
     shard_of,
-    unsharded_of,
+    unify_gradient_dtypes,
 )
 from fsdp2_strategy.model.fsdp_state import parameter_groups
 from fsdp2_strategy.model.state import Slot, model_state
@@ -136,7 +135,6 @@ class _Reduce(torch.autograd.Function):
 def _add_zeros(own: _UnitGradients, param_group: Any) -> None:
     is_deferred = has_deferred_all_reduce(param_group)
     parameters = parameters_of(param_group)
-    is_accumulated = any(accumulated_gradient(p) is not None for p in parameters)
     for i, parameter in enumerate(parameters):
         shard = shard_of(parameter)
         if not shard.requires_grad:
@@ -146,7 +144,5 @@ def _add_zeros(own: _UnitGradients, param_group: Any) -> None:
         else:
             if shard.grad is None and not is_deferred:
                 own.unused.add(i)
-            unsharded: Any = unsharded_of(parameter)
-            unsharded.grad = torch.zeros_like(unsharded)
-        if is_accumulated and accumulated_gradient(parameter) is None:
-            accumulate_gradient(parameter)  # all gradients of one reduction must have the same dtype
+            set_zero_gradient(parameter)
+    unify_gradient_dtypes([parameter for parameter in parameters if shard_of(parameter).requires_grad])

@@ -26,6 +26,7 @@ from fsdp2_strategy.distributed.torch_internals import (
     parameters_of,
     reduces_gradients,
     reset_param_group,
+    set_zero_gradient,
     shard_of,
     unsharded_of,
 )
@@ -89,7 +90,6 @@ def _help_to_reduce(own: ref[Any]) -> bool:
         if shard_of(parameter).requires_grad and not has_unreduced_gradient(parameter):
             if unsharded_of(parameter) is None:
                 return False
-            unsharded: Any = unsharded_of(parameter)
-            unsharded.grad = torch.zeros_like(unsharded)
+            set_zero_gradient(parameter)
     original_call(param_group, "reduce")()
     return True
