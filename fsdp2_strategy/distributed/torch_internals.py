@@ -440,6 +440,13 @@ def sequence_number(group: Any) -> int:
     return 0
 
 
+def collectives_begun(group: Any, device: torch.device) -> int | None:
+    """Return how many collectives a group has begun on a device; None if its backend does not count them."""
+    with contextlib.suppress(RuntimeError):
+        return int(group._get_backend(device)._get_sequence_number_for_group())
+    return None
+
+
 def flight_record() -> bytes | None:
     """Return torch's flight record, for ``torch.distributed.flight_recorder``; None if it is off, empty or missing."""
     internals = torch._C._distributed_c10d
