@@ -271,9 +271,12 @@ def set_device(device: torch.device) -> None:
 
 def control_device() -> torch.device:
     """Return the device for small messages: the CPU if the group in use has a CPU backend, else the accelerator."""
-    if "cpu:" in dist.get_backend_config(group_in_use()):
-        return torch.device("cpu")
-    return current_device()
+    return torch.device("cpu") if has_backend(group_in_use(), "cpu") else current_device()
+
+
+def has_backend(group: dist.ProcessGroup | None, device_type: str) -> bool:
+    """Return whether the collectives of a group (None: of the default group) take tensors of a type of device."""
+    return f"{device_type}:" in dist.get_backend_config(group)
 
 
 def is_rank_0() -> bool:

@@ -366,6 +366,11 @@ def cast_floating(values: Any, dtype: torch.dtype) -> Any:
     return _apply_to_tensors(lambda tensor: _cast_fp_tensor(dtype, tensor), values)
 
 
+def moved_to(device: torch.device, values: Any) -> Any:
+    """Move the tensors in nested values to a device; return tensors that are there unchanged."""
+    return _apply_to_tensors(lambda tensor: tensor.to(device), values)
+
+
 # --- process groups -------------------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from fsdp2_strategy.distributed.process_group import current_device, ranks_of
+from fsdp2_strategy.distributed.process_group import current_device, has_backend, ranks_of
 from fsdp2_strategy.distributed.torch_internals import collectives_begun, process_groups
 from fsdp2_strategy.errors import StepError
 
@@ -35,7 +35,7 @@ _reasons: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 def is_asynchronous(group: dist.ProcessGroup | None) -> bool:
     """Return whether collectives of a group on this rank's device return before they are complete; not collective."""
     device = current_device()
-    return device.type != "cpu" and f"{device.type}:" in dist.get_backend_config(group)
+    return device.type != "cpu" and has_backend(group, device.type)
 
 
 def begun_collectives() -> Begun:
