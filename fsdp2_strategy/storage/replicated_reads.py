@@ -48,14 +48,14 @@ class Broadcast:
             dist.broadcast(on_device, group_src=self.source, group=self.group)
             if not is_source:
                 joined.copy_(on_device)
-                for part, received in zip(parts, joined.split([len(part) for part in parts]), strict=True):
+                for part, received in zip(parts, torch.split(joined, [len(part) for part in parts]), strict=True):
                     part.copy_(received)
 
 
 def _in_buckets(tensors: Iterable[torch.Tensor], bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
     """Split tensors of bytes, and group the parts into buckets of at most ``bucket_bytes``."""
     bucket: list[torch.Tensor] = []
-    for part in (part for tensor in tensors for part in tensor.split(bucket_bytes)):
+    for part in (part for tensor in tensors for part in torch.split(tensor, bucket_bytes)):
         if bucket and sum(map(len, bucket)) + len(part) > bucket_bytes:
             yield bucket
             bucket = []
