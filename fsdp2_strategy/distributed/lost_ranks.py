@@ -65,7 +65,6 @@ def collective(function: Any = None, *, needs_groups: bool = True) -> Any:
 
     Unless ``needs_groups`` is false, the call raises if an earlier failure has left the process groups unusable.
     """
-
     if function is None:
         return functools.partial(collective, needs_groups=needs_groups)
 
