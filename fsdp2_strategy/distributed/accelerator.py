@@ -25,14 +25,6 @@ def on_accelerator(tensor: torch.Tensor) -> bool:
     return tensor.device.type not in ("cpu", "meta")
 
 
-def visible_devices() -> list[str]:
-    """Return an identifier of each accelerator that this process can use, by their indices."""
-    if (device_type := accelerator_type()) is None:
-        return []
-    properties = device_module(device_type).get_device_properties
-    return [str(properties(index).uuid) for index in range(torch.accelerator.device_count())]
-
-
 def device_module(device_type: str) -> Any:
     """Return torch's module of a type of accelerator, such as ``torch.cuda``.
 
