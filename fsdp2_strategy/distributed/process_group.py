@@ -80,19 +80,21 @@ def start_process_group(timeout_minutes: float, at: Rendezvous | None = None) ->
         store = fresh_store(store, rank, size, timeout)
     else:
         store, rank, size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
+    if at is None:
+        local = find_local_rank(store, rank, own_place(size), range(size))
+    _set_own_device(local)  # before the group starts: its backends would wait for those of ranks without a device
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+    _local_ranks[dist.group.WORLD] = {None: local}
     if at is not None:
         _joined[dist.group.WORLD] = at
-        _local_ranks[dist.group.WORLD] = {None: local}
-        _set_own_device(local)
     return True
 
 
-def use_own_device(group: dist.ProcessGroup | None, *, starts: bool) -> None:
-    """Make this rank's accelerator the current device; collective over the ranks of ``group`` (None: all ranks).
+def use_own_device(group: dist.ProcessGroup | None) -> None:
+    """Make this rank's accelerator the current device of a process in a group that was not started here.
 
-    If all ranks use devices of their own already, those stay. See [Note: devices of ranks] in `local_ranks`. A rank
-    waits for the others if it has an accelerator, or ``starts`` the process group.
+    If all ranks use devices of their own already, those stay. See [Note: devices of ranks] in `local_ranks`. Collective
+    over the ranks of ``group`` (None: all ranks) if there are accelerators; otherwise, no rank waits for another.
 
     Raises:
         MeshError: two ranks would use the same device, or only some ranks have one; on all ranks.
@@ -105,7 +107,7 @@ def use_own_device(group: dist.ProcessGroup | None, *, starts: bool) -> None:
         collective_backend(device_type)  # raises if torch has none
     ranks = ranks_of(group)
     expects_accelerator = any(not pair.startswith("cpu:") for pair in config.split(",") if ":" in pair)
-    if starts or device_type is not None or expects_accelerator:
+    if device_type is not None or expects_accelerator:
         name = f"fsdp2_strategy/places/{'_'.join(map(str, ranks))}"
         store: Any = dist.PrefixStore(name, default_store())  # type: ignore[attr-defined]
         place = own_place(len(ranks), getattr(dist.group.WORLD, "bound_device_id", None))
