@@ -34,6 +34,7 @@ from torch import nn
 
 from fsdp2_strategy.config.strategy_config import MixedData
 from fsdp2_strategy.distributed.agreement import all_or_none
+from fsdp2_strategy.distributed.generators import restored_generators
 from fsdp2_strategy.distributed.process_group import control_device, group_in_use
 from fsdp2_strategy.distributed.torch_internals import (
     accumulate_gradient,
@@ -218,8 +219,7 @@ class _ZeroImages:
     def _run(self) -> list[torch.Tensor]:
         """Return the features of an image of zeros; the RNG state stays unchanged."""
         inputs = self._inputs()
-        devices = {value.device for value in inputs.values() if value.is_cuda}
-        with torch.random.fork_rng(list(devices)):
+        with restored_generators():
             output: Any = self._encoder.owner.get_image_features(**inputs)  # type: ignore[operator]
         features = getattr(output, "pooler_output", output)
         return [leaf for leaf in tree_leaves(features) if isinstance(leaf, torch.Tensor)]
