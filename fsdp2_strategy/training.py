@@ -176,6 +176,7 @@ class TrainingStrategy:
         self._trainers = ranks.TrainingRanks(
             process_group, self.config.sequence_parallel_size, self.config.tensor_parallel_size
         )
+        ranks.use_own_device(self._trainers.group)
         self.world_size = self._trainers.count
         self.accumulated_gradient = self.config.accumulation_steps(self.dp_size)
         self._trainers.begin()

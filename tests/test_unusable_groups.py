@@ -114,6 +114,7 @@ def test_a_rank_that_fails_in_a_gather_makes_the_next_pass_of_every_rank_raise()
             optimizer.zero_grad()
         else:
             log.run(entry, lambda: None)  # queued: the host does not wait for it
+        dist.barrier()  # gloo would let rank 0 wait in its next gather
         with pytest.raises(StepError, match=r"rank 1 has failed where it gathers") as caught:
             step()
         assert caught.value.is_agreed

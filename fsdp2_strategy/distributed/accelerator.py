@@ -25,14 +25,6 @@ def on_accelerator(tensor: torch.Tensor) -> bool:
     return tensor.device.type not in ("cpu", "meta")
 
 
-def visible_devices() -> list[str]:
-    """Return an identifier of each accelerator that this process can use, by their indices."""
-    if (device_type := accelerator_type()) is None:
-        return []
-    properties = device_module(device_type).get_device_properties
-    return [str(properties(index).uuid) for index in range(torch.accelerator.device_count())]
-
-
 def device_module(device_type: str) -> Any:
     """Return torch's module of a type of accelerator, such as ``torch.cuda``.
 
@@ -48,12 +40,13 @@ def collective_backend(device_type: str) -> str:
     Raises:
         MeshError: torch knows no backend that takes tensors of this device.
     """
-    backend = dist.Backend.default_device_backend_map.get(device_type)
-    if backend is None or device_type not in dist.Backend.backend_capability.get(backend, []):
-        known = sorted(device for device in dist.Backend.default_device_backend_map if device != "cpu")
+    backends, takes = dist.Backend.default_device_backend_map, dist.Backend.backend_capability
+    known = [device for device, backend in backends.items() if device in takes.get(backend, [])]
+    if device_type not in known:
+        others = sorted({*known} - {"cpu"})
         raise MeshError(
             f"cannot train on the accelerator of this process: torch has no collective backend for {device_type!r}, "
-            f"expected one of {known}, or a device that registers a backend. Import the package that registers it "
+            f"expected one of {others}, or a device that registers a backend. Import the package that registers it "
             "(torch.distributed.Backend.register_backend) first, or make the device invisible to train on the CPU."
         )
-    return str(backend)
+    return str(backends[device_type])

@@ -398,9 +398,23 @@ def process_groups() -> list[dist.ProcessGroup]:
 
 
 def new_named_group(ranks: list[int], name: str, **options: Any) -> dist.ProcessGroup:
-    """Make a process group of ``ranks`` with a given name; collective over ``ranks`` only."""
-    with patch.object(distributed_c10d, "_hash_ranks_to_str", lambda _: name):
-        group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, **options)
+    """Make a process group of ``ranks`` with a given name; collective over ``ranks`` only.
+
+    If the default group is bound to a device (``device_id`` of ``init_process_group``), torch would split the default
+    group's communicator, at once. NCCL's split is collective over all ranks of the default group, but those outside of
+    ``ranks`` return without it (``use_local_synchronization``), so that the others would wait for them. So the group is
+    made as if no device were bound: with a communicator of its own, which starts at its first collective.
+    """
+    default: Any = dist.group.WORLD
+    bound = getattr(default, "bound_device_id", None)
+    if bound is not None:
+        default.bound_device_id = None
+    try:
+        with patch.object(distributed_c10d, "_hash_ranks_to_str", lambda _: name):
+            group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, **options)
+    finally:
+        if bound is not None:
+            default.bound_device_id = bound
     return group
 
 

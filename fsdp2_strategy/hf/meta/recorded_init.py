@@ -310,6 +310,11 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return "are uninitialised, or depend on tensors that are in files or outside of this block"
         return ""
 
+    @property
+    def seeds(self) -> bool:
+        """Whether the block called ``torch.manual_seed``."""
+        return any(operation.function is _manual_seed for operation in self.operations)
+
     def draws(self, storage: int) -> bool:
         """Return whether the values of a storage depend on random numbers."""
         operations = self._needed_for({storage}, files=self.in_files.keys())[0]
