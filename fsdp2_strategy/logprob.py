@@ -33,11 +33,12 @@ from torch.nn.functional import linear, pad
 from fsdp2_strategy import sizes
 from fsdp2_strategy.config.arguments import accepts, check_inputs, check_number
 from fsdp2_strategy.distributed.agreement import all_or_none
+from fsdp2_strategy.distributed.generators import restored_generators
 from fsdp2_strategy.distributed.lost_ranks import collective
-from fsdp2_strategy.distributed.torch_internals import all_gather_single
+from fsdp2_strategy.distributed.torch_internals import all_gather_single, moved_to
 from fsdp2_strategy.errors import LogProbError
 from fsdp2_strategy.hf.packed_rows import ARGUMENT, with_documents_apart
-from fsdp2_strategy.model.fsdp_state import class_name, is_sharded
+from fsdp2_strategy.model.fsdp_state import class_name, device_of, is_sharded
 from fsdp2_strategy.model.ranks import on_ranks_of, sequence_group_of
 from fsdp2_strategy.model.state import Slot, measured_pass, model_state
 from fsdp2_strategy.model.wrappers import unwrap_model
@@ -68,6 +69,8 @@ def token_log_probs(
 
     If ranks share sequences (``sequence_parallel_size``), each of them passes the same full sequences, computes a part
     of them, and gets all log-probabilities. From these, all of them compute the same loss.
+
+    Arguments in other memory are moved to the device that the model computes on, as FSDP2 does in a forward pass.
 
     Args:
         model: a causal language model or its wrapper; it may be sharded, and may take images.
@@ -113,7 +116,10 @@ def token_log_probs(
         )
         check_inputs(inputs, _OPTIONS, root, "compute log-probabilities", LogProbError)
         head = _head_of(root)
-        inputs = _inputs_of(root, {"input_ids": input_ids, "attention_mask": attention_mask, **inputs})
+        input_ids, inputs = moved_to(
+            device_of(root), (input_ids, {"input_ids": input_ids, "attention_mask": attention_mask, **inputs})
+        )
+        inputs = _inputs_of(root, inputs)
     rows, shard = _Rows.of(input_ids, last), None
     if (group := sequence_group_of(root)) is not None:
         inputs = feature("sequence.shard").shard_sequence(inputs, group)
@@ -210,7 +216,8 @@ def linear_log_probs(
         same dtype, and casts the sums to the dtype of the weight.
 
     Raises:
-        LogProbError: the weight is sharded.
+        LogProbError: the weight is sharded, or it is not on the device of the hidden states, to which the targets are
+            moved.
     """
     if isinstance(weight, DTensor):
         raise LogProbError(
@@ -219,6 +226,8 @@ def linear_log_probs(
             "the wrapper whose forward calls it to prepare_model; or call token_log_probs(model, input_ids)."
         )
     _check_tensors(hidden, weight, targets, temperature)
+    _check_devices(hidden, weight=weight, bias=bias)
+    targets = targets.to(hidden.device)
     device = hidden.device.type
     chunk_bytes = sizes.LOGITS_BYTES if chunk_bytes is None else chunk_bytes
     vocabulary = _Vocabulary.of(weight, group)
@@ -423,6 +432,16 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 # --- the model around the head ---------------------------------------------------------------------------------------
 
 
+def _check_devices(hidden: torch.Tensor, **parameters: torch.Tensor | None) -> None:
+    """Raise LogProbError if a parameter of the head is not on the device of the hidden states."""
+    for name, parameter in parameters.items():
+        if parameter is not None and parameter.device != hidden.device:
+            raise LogProbError(
+                f"cannot compute log-probabilities: the {name} is on {parameter.device}, expected {hidden.device}, the "
+                "device of the hidden states. Move either to the device of the other."
+            )
+
+
 def _check_arguments(
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor | None,
@@ -588,7 +607,7 @@ def _measure_logit_shape(root: nn.Module, head: nn.Linear, inputs: Mapping[str, 
         torch.set_grad_enabled(True)  # so that logits require grad if a trained factor scales them
         return known.clone().view(1, 1, -1)  # a copy: `known` must stay the same if the model changes logits in place
 
-    with measured_pass(), torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with measured_pass(), torch.no_grad(), restored_generators():
         from_head, output = _run_with_head(root, head, return_known, inputs, with_output=True)
     logits = getattr(output, "logits", torch.empty(0))
     comparable = logits.shape == (1, 1, len(known)) and not logits.requires_grad

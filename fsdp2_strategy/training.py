@@ -176,6 +176,7 @@ class TrainingStrategy:
         self._trainers = ranks.TrainingRanks(
             process_group, self.config.sequence_parallel_size, self.config.tensor_parallel_size
         )
+        ranks.use_own_device(self._trainers.group)
         self.world_size = self._trainers.count
         self.accumulated_gradient = self.config.accumulation_steps(self.dp_size)
         self._trainers.begin()
@@ -265,7 +266,7 @@ class TrainingStrategy:
         """
         seed_everything(seed + self.dp_rank if per_rank else seed)
 
-    @collective
+    @collective(needs_groups=False)
     def close(self) -> None:
         """Wait for an asynchronous save, and destroy the process group that the constructor started; collective.
 
@@ -815,7 +816,7 @@ class TrainingStrategy:
         if self.config.sync_buffers != "off":
             _warn_of_differing_buffers(model)
 
-    @collective
+    @collective(needs_groups=False)
     def wait_for_checkpoint(self) -> None:
         """Wait until no asynchronous save is in flight; collective, so that all ranks raise its error.
 

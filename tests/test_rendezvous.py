@@ -20,8 +20,8 @@ from fsdp2_strategy.checkpoint import background_save
 from fsdp2_strategy.checkpoint import save as saving
 from fsdp2_strategy.distributed import Rendezvous, RendezvousServer, process_group, tcp_rendezvous
 from fsdp2_strategy.distributed.agreement import all_or_none
+from fsdp2_strategy.distributed.local_ranks import LocalRank, Place, local_ranks
 from fsdp2_strategy.distributed.rendezvous import fresh_store
-from fsdp2_strategy.distributed.tcp_rendezvous import LocalRank, _Place, local_ranks
 from fsdp2_strategy.errors import CheckpointError, MeshError, StepError
 
 
@@ -167,7 +167,7 @@ def test_each_rank_has_the_accelerator_that_it_sees_or_the_next_one():
     def of(*places):
         return [
             (local.rank, local.count, local.device)
-            for local in local_ranks([_Place(len(places), host, list(devices)) for host, devices in places])
+            for local in local_ranks([Place(len(places), host, list(devices)) for host, devices in places])
         ]
 
     assert of(("a", "xy"), ("a", "xy"), ("b", "z")) == [(0, 2, 0), (1, 2, 1), (0, 1, 0)]

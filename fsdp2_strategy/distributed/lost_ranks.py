@@ -22,7 +22,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from fsdp2_strategy.distributed.torch_internals import (
     is_of_default_store,
     process_groups,
 )
+from fsdp2_strategy.distributed.unusable_groups import check_groups
 from fsdp2_strategy.errors import StepError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -51,13 +52,28 @@ _OF_BACKEND = re.compile(r"[Gg]loo|NCCL|pair closure|Connection (closed|reset) b
 _call: ContextVar[str | None] = ContextVar("call", default=None)
 
 
-def collective(function: F) -> F:
-    """Decorate a function that every rank must call: if torch loses another rank in it, add a note to torch's error."""
+@overload
+def collective(function: F, *, needs_groups: bool = True) -> F: ...
+
+
+@overload
+def collective(*, needs_groups: bool = True) -> Callable[[F], F]: ...
+
+
+def collective(function: Any = None, *, needs_groups: bool = True) -> Any:
+    """Decorate a function that every rank must call: if torch loses another rank in it, add a note to torch's error.
+
+    Unless ``needs_groups`` is false, the call raises if an earlier failure has left the process groups unusable.
+    """
+    if function is None:
+        return functools.partial(collective, needs_groups=needs_groups)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         if _call.get() is not None:
             return function(*args, **kwargs)
+        if needs_groups:
+            check_groups(f"call {function.__name__}")
         token = _call.set(function.__name__)
         try:
             return function(*args, **kwargs)
@@ -69,7 +85,7 @@ def collective(function: F) -> F:
         finally:
             _call.reset(token)
 
-    return run  # type: ignore[return-value]
+    return run
 
 
 def agreed_error(text: str) -> StepError:

@@ -26,10 +26,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from fsdp2_strategy.distributed.accelerator import accelerator_type, collective_backend
+from fsdp2_strategy.distributed.local_ranks import LocalRank, find_local_rank, own_place
 from fsdp2_strategy.distributed.process_end import call_at_end
 from fsdp2_strategy.distributed.rendezvous import fresh_store
-from fsdp2_strategy.distributed.tcp_rendezvous import LocalRank, Rendezvous, meet
-from fsdp2_strategy.distributed.torch_internals import new_named_group, timeout_of
+from fsdp2_strategy.distributed.tcp_rendezvous import Rendezvous, meet
+from fsdp2_strategy.distributed.torch_internals import default_store, new_named_group, timeout_of
 from fsdp2_strategy.errors import MeshError
 
 _group: ContextVar[dist.ProcessGroup | None] = ContextVar("group", default=None)
@@ -39,18 +41,21 @@ _partial_trainers: list[TrainingRanks] = []
 _trainers: list[weakref.ref[TrainingRanks]] = []
 # For each default group: how many groups `group_among` has made of the same ranks.
 _group_counts: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
-# The rendezvous at which a default group was started, and what this rank knows of its host.
-_joined: WeakKeyDictionary[Any, tuple[Rendezvous, LocalRank]] = WeakKeyDictionary()
+# The rendezvous at which a default group was started.
+_joined: WeakKeyDictionary[Any, Rendezvous] = WeakKeyDictionary()
+# For each default group: what this rank knows of its host, by the group whose ranks were asked (None: all ranks).
+_local_ranks: WeakKeyDictionary[Any, dict[dist.ProcessGroup | None, LocalRank]] = WeakKeyDictionary()
 
 
 def start_process_group(timeout_minutes: float, at: Rendezvous | None = None) -> bool:
     """Start the default process group if there is none, and return whether this call did; collective if it starts one.
 
     Without a rendezvous, rank and world size are read from torchrun's environment variables; if they are not set, this
-    process is the only rank. With CUDA, the group has a CPU backend as well (``cpu:gloo,cuda:nccl``).
+    process is the only rank. With an accelerator, the group has a backend for the CPU as well, such as
+    ``cpu:gloo,cuda:nccl``.
     """
     if dist.is_initialized():
-        if at is not None and _joined.get(dist.group.WORLD, (None, None))[0] != at:
+        if at is not None and _joined.get(dist.group.WORLD) != at:
             raise MeshError(
                 f"cannot start the process group as rank {at.rank} of {at.world_size} at {at.address}: this process is "
                 f"already rank {dist.get_rank()} of a group of {dist.get_world_size()} that was not started there, "
@@ -58,15 +63,12 @@ def start_process_group(timeout_minutes: float, at: Rendezvous | None = None) ->
             )
         return False
     _started.set()
-    cuda = torch.cuda.is_available()
+    device_type = accelerator_type()
+    backend = "gloo" if device_type is None else f"cpu:gloo,{device_type}:{collective_backend(device_type)}"
     timeout = timedelta(minutes=timeout_minutes)
-    if cuda and at is None:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if at is not None:
         store, local = meet(at, timeout)
         rank, size = at.rank, at.world_size
-        if local.device is not None:
-            torch.cuda.set_device(local.device)
     elif dist.is_torchelastic_launched() or "WORLD_SIZE" in os.environ:
         missing = [v for v in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if v not in os.environ]
         if missing:
@@ -78,11 +80,44 @@ def start_process_group(timeout_minutes: float, at: Rendezvous | None = None) ->
         store = fresh_store(store, rank, size, timeout)
     else:
         store, rank, size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    if at is None:
+        local = find_local_rank(store, rank, own_place(size), range(size))
+    _set_own_device(local)  # before the group starts: its backends would wait for those of ranks without a device
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+    _local_ranks[dist.group.WORLD] = {None: local}
     if at is not None:
-        _joined[dist.group.WORLD] = at, local
+        _joined[dist.group.WORLD] = at
     return True
+
+
+def use_own_device(group: dist.ProcessGroup | None) -> None:
+    """Make this rank's accelerator the current device of a process in a group that was not started here.
+
+    If all ranks use devices of their own already, those stay. See [Note: devices of ranks] in `local_ranks`. Collective
+    over the ranks of ``group`` (None: all ranks) if there are accelerators; otherwise, no rank waits for another.
+
+    Raises:
+        MeshError: two ranks would use the same device, or only some ranks have one; on all ranks.
+    """
+    known = _local_ranks.setdefault(dist.group.WORLD, {})
+    if None in known or group in known:
+        return
+    device_type, config = accelerator_type(), dist.get_backend_config(group)
+    if device_type is not None:
+        collective_backend(device_type)  # raises if torch has none
+    ranks = ranks_of(group)
+    expects_accelerator = any(not pair.startswith("cpu:") for pair in config.split(",") if ":" in pair)
+    if device_type is not None or expects_accelerator:
+        name = f"fsdp2_strategy/places/{'_'.join(map(str, ranks))}"
+        store: Any = dist.PrefixStore(name, default_store())  # type: ignore[attr-defined]
+        place = own_place(len(ranks), getattr(dist.group.WORLD, "bound_device_id", None))
+        known[group] = find_local_rank(store, ranks.index(dist.get_rank()), place, ranks)
+        _set_own_device(known[group])
+
+
+def _set_own_device(local: LocalRank) -> None:
+    if local.device is not None and local.device != torch.accelerator.current_device_index():
+        torch.accelerator.set_device_index(local.device)
 
 
 _started = threading.Event()
@@ -204,19 +239,22 @@ def world_size() -> int:
 
 
 def local_rank() -> int:
-    """Return this process's number on its host: that of torchrun or of the rendezvous; 0 without them."""
+    """Return this process's number on its host: that of torchrun, else among the ranks that train; 0 without ranks."""
     local = _local()
     return int(os.environ.get("LOCAL_RANK", "0")) if local is None else local.rank
 
 
 def local_world_size(default: int) -> int:
-    """Return the number of ranks on this host, by torchrun or the rendezvous; ``default`` without them."""
+    """Return the number of ranks on this host, by torchrun or the ranks that train; ``default`` without them."""
     local = _local()
-    return int(os.environ.get("LOCAL_WORLD_SIZE", default)) if local is None else local.count
+    if dist.is_initialized() and dist.group.WORLD in _joined and local is not None:
+        return local.count
+    return int(os.environ.get("LOCAL_WORLD_SIZE", default if local is None else local.count))
 
 
 def _local() -> LocalRank | None:
-    return _joined.get(dist.group.WORLD, (None, None))[1] if dist.is_initialized() else None
+    known = _local_ranks.get(dist.group.WORLD, {}) if dist.is_initialized() else {}
+    return next(iter(known.values()), None)
 
 
 def sequence_size() -> int:
@@ -255,22 +293,26 @@ def group_timeout() -> timedelta | None:
 
 def current_device() -> torch.device:
     """Return the device that this rank computes on: its own accelerator, else the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    device_type = accelerator_type()
+    if device_type is None:
+        return torch.device("cpu")
+    return torch.device(device_type, torch.accelerator.current_device_index())
 
 
 def set_device(device: torch.device) -> None:
     """Make ``device`` the current device of this thread; a new thread starts with the first accelerator."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
 
 
 def control_device() -> torch.device:
     """Return the device for small messages: the CPU if the group in use has a CPU backend, else the accelerator."""
-    if "cpu:" in dist.get_backend_config(group_in_use()):
-        return torch.device("cpu")
-    return current_device()
+    return torch.device("cpu") if has_backend(group_in_use(), "cpu") else current_device()
+
+
+def has_backend(group: dist.ProcessGroup | None, device_type: str) -> bool:
+    """Return whether the collectives of a group (None: of the default group) take tensors of a type of device."""
+    return f"{device_type}:" in dist.get_backend_config(group)
 
 
 def is_rank_0() -> bool:

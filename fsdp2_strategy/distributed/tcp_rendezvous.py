@@ -3,12 +3,6 @@
 Input: an address, a rank and the number of ranks, which the program that started the processes passes to each of them.
 Output: a store for the process group, the rank's number on its host, and its device.
 
-[Note: devices of ranks] torchrun tells each rank its number on its host, and every rank sees all devices of the host.
-Other programs start a process on any host, and often let it see one device only. So each rank writes to the store its
-host and the devices that it sees, and reads those of all ranks. A rank uses the device whose index is its number among
-the ranks of its host that see the same devices. All ranks compute the devices of all ranks, so that they raise the same
-errors.
-
 [Note: secret of a rendezvous] torch's store has no authentication: whoever reaches its port can read, write and delete
 keys. So the server listens on one interface only, and it and the ranks share a secret. The server writes a proof of it,
 so that ranks with another one raise an error at once. What the ranks exchange before the process group exists is
@@ -20,19 +14,17 @@ from __future__ import annotations
 import json
 import secrets
 import socket
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from hmac import compare_digest
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from fsdp2_strategy.distributed.local_ranks import LocalRank, Place, host_id, local_ranks, visible_devices
 from fsdp2_strategy.distributed.rendezvous import SignedStore, fresh_store
 from fsdp2_strategy.distributed.shared_secret import SharedSecret, shared_secret
-from fsdp2_strategy.errors import MeshError, some
+from fsdp2_strategy.errors import MeshError
 
 _TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]
 _CONNECT_SECONDS = 30.0
@@ -118,28 +110,6 @@ class Rendezvous:
                 )
 
 
-@dataclass(frozen=True, slots=True)
-class LocalRank:
-    """What a rank knows of its host; see [Note: devices of ranks]."""
-
-    rank: int
-    """Number of this rank among the ranks of its host, from 0."""
-    count: int
-    """Number of ranks on this host."""
-    device: int | None
-    """Index of the rank's accelerator among those that this process sees; None if it sees none."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """What each rank writes to the store."""
-
-    world_size: int
-    host: str
-    devices: list[str]
-    """Identifiers of the accelerators that the process sees, in their order."""
-
-
 def meet(rendezvous: Rendezvous, timeout: timedelta) -> tuple[Any, LocalRank]:
     """Wait for all ranks; return a store that only they use, and what this rank knows of its host; collective.
 
@@ -194,15 +164,13 @@ def _proof(secret: SharedSecret, nonce: bytes) -> bytes:
     return nonce + secret.mac(b"proof of the rendezvous", nonce)
 
 
-def _exchange(store: SignedStore, rendezvous: Rendezvous) -> list[_Place]:
+def _exchange(store: SignedStore, rendezvous: Rendezvous) -> list[Place]:
     """Write this rank's place, and return those of all ranks, in their order."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    devices = [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
-    own = _Place(rendezvous.world_size, _host_id(), devices)
+    own = Place(rendezvous.world_size, host_id(), visible_devices())
     store.set(f"place/{rendezvous.rank}", json.dumps(asdict(own)))
-    places: list[_Place] = []
+    places: list[Place] = []
     for rank in range(rendezvous.world_size):
-        place = _Place(**json.loads(store.get(f"place/{rank}").decode()))
+        place = Place(**json.loads(store.get(f"place/{rank}").decode()))
         if place.world_size != rendezvous.world_size:
             raise MeshError(
                 f"cannot start the process group: world_size is {place.world_size} on rank {rank} and "
@@ -210,40 +178,6 @@ def _exchange(store: SignedStore, rendezvous: Rendezvous) -> list[_Place]:
             )
         places.append(place)
     return places
-
-
-def _host_id() -> str:
-    """Return a text that is equal for the processes of one host; containers with names of their own are hosts."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
-
-
-def local_ranks(places: Sequence[_Place]) -> list[LocalRank]:
-    """Return what each rank knows of its host; not collective; see [Note: devices of ranks]."""
-    blind = [rank for rank, place in enumerate(places) if not place.devices]
-    if blind and len(blind) < len(places):
-        raise MeshError(
-            f"cannot start the process group: {some(list(map(str, blind)), 'rank')} of {len(places)} see no "
-            "accelerator, and the other ranks do, expected accelerators on all ranks or on none. Request the same "
-            "resources for all of them (num_gpus=1 of a Ray actor)."
-        )
-    found: list[LocalRank] = []
-    used_by: dict[tuple[str, str], int] = {}
-    for rank, place in enumerate(places):
-        earlier = [other for other in places[:rank] if other.host == place.host]
-        index = sum(other.devices == place.devices for other in earlier)
-        count = sum(other.host == place.host for other in places)
-        if place.devices:
-            device = place.devices[index] if index < len(place.devices) else place.devices[-1]
-            first = used_by.setdefault((place.host, device), rank)
-            if first != rank:
-                raise MeshError(
-                    f"cannot start the process group: ranks {first} and {rank} would use the same accelerator "
-                    f"{device} of {place.host.split()[0]}, expected one for each rank. Start as many ranks on a host "
-                    "as it has accelerators (num_gpus=1 of a Ray actor)."
-                )
-        found.append(LocalRank(len(earlier), count, index if place.devices else None))
-    return found
 
 
 def _first_line(error: BaseException) -> str:

@@ -405,6 +405,11 @@ def cast_floating(values: Any, dtype: torch.dtype) -> Any:
     return _apply_to_tensors(lambda tensor: _cast_fp_tensor(dtype, tensor), values)
 
 
+def moved_to(device: torch.device, values: Any) -> Any:
+    """Move the tensors in nested values to a device; return tensors that are there unchanged."""
+    return _apply_to_tensors(lambda tensor: tensor.to(device), values)
+
+
 # --- process groups -------------------------------------------------------------------------------------------------
 
 
@@ -432,9 +437,23 @@ def process_groups() -> list[dist.ProcessGroup]:
 
 
 def new_named_group(ranks: list[int], name: str, **options: Any) -> dist.ProcessGroup:
-    """Make a process group of ``ranks`` with a given name; collective over ``ranks`` only."""
-    with patch.object(distributed_c10d, "_hash_ranks_to_str", lambda _: name):
-        group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, **options)
+    """Make a process group of ``ranks`` with a given name; collective over ``ranks`` only.
+
+    If the default group is bound to a device (``device_id`` of ``init_process_group``), torch would split the default
+    group's communicator, at once. NCCL's split is collective over all ranks of the default group, but those outside of
+    ``ranks`` return without it (``use_local_synchronization``), so that the others would wait for them. So the group is
+    made as if no device were bound: with a communicator of its own, which starts at its first collective.
+    """
+    default: Any = dist.group.WORLD
+    bound = getattr(default, "bound_device_id", None)
+    if bound is not None:
+        default.bound_device_id = None
+    try:
+        with patch.object(distributed_c10d, "_hash_ranks_to_str", lambda _: name):
+            group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, **options)
+    finally:
+        if bound is not None:
+            default.bound_device_id = bound
     return group
 
 
@@ -480,6 +499,13 @@ def sequence_number(group: Any) -> int:
     with contextlib.suppress(RuntimeError):
         return int(group._get_sequence_number_for_group())
     return 0
+
+
+def collectives_begun(group: Any, device: torch.device) -> int | None:
+    """Return how many collectives a group has begun on a device; None if its backend does not count them."""
+    with contextlib.suppress(RuntimeError):
+        return int(group._get_backend(device)._get_sequence_number_for_group())
+    return None
 
 
 def flight_record() -> bytes | None:
@@ -557,6 +583,9 @@ def schema_of(operator: Any) -> Any:
     return getattr(operator, "_schema", None)
 
 
+DEVICE_MODULES = ("torch.accelerator", "torch.cuda", "torch.xpu", "torch.mps", "torch.mtia")
+"""Modules of torch for types of accelerators."""
+
 # --- modules, optimizers and loaders --------------------------------------------------------------------------------
 
 APPLY = "_apply"
@@ -570,6 +599,9 @@ STATE_OF_FSDP = "__composable_api_state_key"
 INIT_WITHOUT_OPERATIONS = ("_no_grad_trunc_normal_", "dirac_", "orthogonal_", "sparse_")
 """Functions of `torch.nn.init` that have no effect on meta tensors."""
 
+FUSED_ADAM_DEVICES = ("cpu", "cuda", "xpu", "mps")
+"""Types of devices with a kernel for the fused Adam; torch's own list has others, whose packages bring the kernel or
+not."""
 BATCH_NORMS: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._NormBase,)
 """Base classes of all batch norms."""
 CONVOLUTIONS: tuple[type[nn.Module], ...] = (nn.modules.conv._ConvNd,)

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
+from fsdp2_strategy.distributed.process_group import current_device
 from fsdp2_strategy.distributed.torch_internals import (
     drop_gather_in_flight,
     forget_pass,
@@ -26,6 +28,17 @@ from fsdp2_strategy.model.wrappers import unwrap_model
 def is_sharded(model: nn.Module) -> bool:
     """Return whether a model, or the model in a wrapper, was sharded by ``shard_model``; not collective."""
     return isinstance(unwrap_model(model), FSDPModule)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device that a model computes on, where its shards may be in host memory; not collective."""
+    first = next(model.parameters(), None)
+    if first is None:
+        return current_device()
+    if not isinstance(first, DTensor):
+        return first.device
+    own = current_device()
+    return own if own.type == first.device_mesh.device_type else torch.device(first.device_mesh.device_type)
 
 
 def parameters_outside_units(model: nn.Module) -> Iterator[nn.Parameter]:

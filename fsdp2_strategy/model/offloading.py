@@ -61,6 +61,8 @@ class _Item:
     @property
     def nbytes(self) -> int:
         """Number of bytes of the tensor's storage from its first element to its last."""
+        if not self.tensor.numel():
+            return 0
         elements = 1 + sum((n - 1) * s for n, s in zip(self.tensor.size(), self.tensor.stride(), strict=True))
         return elements * self.tensor.element_size()
 
@@ -131,6 +133,40 @@ def check_resident(subject: nn.Module | Optimizer, action: str) -> None:
         )
 
 
+def copies_on_host(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield a copy of each tensor in host memory, in order; the device is waited for once per ``OFFLOAD_BYTES``.
+
+    A copy is valid until the next one is requested. Not collective.
+    """
+    for members, nbytes in _pack(_Item(tensor, []) for tensor in tensors):
+        buffer = _host_buffers.take(nbytes)
+        copies = [
+            _shaped_like(item.tensor, buffer[begin : begin + item.nbytes].view(item.tensor.dtype))
+            for item, begin in members
+        ]
+        with CopyQueue() as queue:
+            queue.copy_all(copies, [item.tensor for item, _ in members])
+        yield from copies
+        _host_buffers.release(buffer)
+
+
+def copy_from_host(targets: Sequence[torch.Tensor], sources: Iterable[torch.Tensor]) -> None:
+    """Copy tensors in host memory to tensors of the device, without waiting for the device; not collective."""
+    remaining = iter(sources)
+    for members, nbytes in _pack(_Item(tensor, []) for tensor in targets):
+        buffer = _host_buffers.take(nbytes)
+        with CopyQueue() as queue:
+            for item, begin in members:
+                values = _shaped_like(item.tensor, buffer[begin : begin + item.nbytes].view(item.tensor.dtype))
+                queue.copy(item.tensor, values.copy_(next(remaining)))
+            _host_buffers.release(buffer, queue.event())
+
+
+def _shaped_like(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return a view of flat values with the shape and strides of a tensor."""
+    return values.as_strided(tensor.size(), tensor.stride(), values.storage_offset())
+
+
 def free_host_buffers() -> None:
     """Free the pinned host buffers that are kept for the next offload; not collective."""
     _host_buffers.clear()
@@ -157,9 +193,8 @@ def _offload_one(owner: Any) -> None:
         for members, nbytes in _pack(item for item in _items(owner) if _is_offloadable(item.tensor)):
             buffers.append(_host_buffers.take(nbytes))
             for item, begin in members:
-                like = item.tensor
-                values = buffers[-1][begin : begin + item.nbytes].view(like.dtype)
-                queue.copy(values.as_strided(like.size(), like.stride(), values.storage_offset()), like)
+                values = buffers[-1][begin : begin + item.nbytes].view(item.tensor.dtype)
+                queue.copy(_shaped_like(item.tensor, values), item.tensor)
                 copied.append((item, values))
     for item, values in copied:  # all copies are complete, so device memory can be freed
         item.replace(placeholder_for(values, item.tensor))
@@ -285,27 +320,33 @@ class _HostBuffers:
 
     def take(self, nbytes: int) -> torch.Tensor:
         """Return a buffer of at least ``nbytes`` bytes."""
-        pinned = torch.cuda.is_available()
+        pinned = current_device().type != "cpu"
         size = 1 << (nbytes - 1).bit_length() if pinned else nbytes  # torch rounds pinned memory up to powers of two
         if self._free[size]:
             buffer, copied = self._free[size].pop()
-            copied.synchronize()
+            _wait_for(copied)
             return buffer
         return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
 
-    def release(self, buffer: torch.Tensor, copied: Any) -> None:
-        """Return a buffer to the pool if it is pinned; its next user waits for the event ``copied``."""
-        if torch.cuda.is_available():
+    def release(self, buffer: torch.Tensor, copied: Any = None) -> None:
+        """Return a buffer to the pool if it is pinned; its next user waits for the event ``copied``, if given."""
+        if current_device().type != "cpu":
             self._free[buffer.numel()].append((buffer, copied))
 
     def clear(self) -> None:
         """Free all buffers in the pool."""
         for waiting in self._free.values():
             for _, copied in waiting:
-                copied.synchronize()
+                _wait_for(copied)
         self._free.clear()
-        if torch.cuda.is_available():
+        if current_device().type != "cpu":
             free_pinned_memory()
+
+
+def _wait_for(copied: Any) -> None:
+    """Wait for an event, unless it has completed, or there is none."""
+    if copied is not None and not copied.query():
+        copied.synchronize()
 
 
 _host_buffers = _HostBuffers()
@@ -319,12 +360,12 @@ class CopyQueue:
 
     def __init__(self) -> None:
         device = current_device()
-        self._stream = _copy_stream(device) if device.type == "cuda" else None
+        self._stream = None if device.type == "cpu" else _copy_stream(device)
         self._to_host = False
 
     def __enter__(self) -> CopyQueue:
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())
+            self._stream.wait_stream(torch.accelerator.current_stream())
         return self
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -340,7 +381,7 @@ class CopyQueue:
             torch._foreach_copy_(targets, sources)
             return
         self._to_host |= any(target.device.type == "cpu" for target in targets)
-        with torch.cuda.stream(self._stream):
+        with self._stream:
             torch._foreach_copy_(targets, sources, non_blocking=True)
 
     def event(self) -> Any:
@@ -353,9 +394,9 @@ class CopyQueue:
         if self._to_host:
             self._stream.synchronize()  # the host will read these values
         else:
-            torch.cuda.current_stream().wait_stream(self._stream)
+            torch.accelerator.current_stream().wait_stream(self._stream)
 
 
 @cache
-def _copy_stream(device: torch.device) -> Any:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+def _copy_stream(device: torch.device) -> torch.Stream:
+    return torch.Stream(device)

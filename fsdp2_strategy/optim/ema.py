@@ -13,11 +13,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp2_strategy.distributed.accelerator import on_accelerator
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.errors import ConfigError, ShardError, StepError
 from fsdp2_strategy.model.fsdp_state import class_name, reshard
 from fsdp2_strategy.model.master_weights import masters_of, refresh_masters_of
 from fsdp2_strategy.model.names import named_parameters
+from fsdp2_strategy.model.offloading import copies_on_host, copy_from_host
 from fsdp2_strategy.model.placeholders import full_tensor_of, values_of
 from fsdp2_strategy.model.shards import local_shard, sharded_like
 from fsdp2_strategy.model.swapped_weights import check_own_weights, marked_as_swapped
@@ -35,7 +37,8 @@ class EMA:
         decay: weight of the old average, in [0, 1].
         names: names of the parameters to average; by default all that are trainable at construction. Parameters that
             are not floating-point are left out.
-        device: device of the averages; by default the device of the parameters. "cpu" saves device memory.
+        device: device of the averages; by default the device of the parameters. "cpu" saves device memory; an update
+            then copies the parameters together, and waits for the device once per 128 MiB of this rank's shard.
 
     Raises:
         ConfigError: ``decay`` is not in [0, 1].
@@ -89,9 +92,15 @@ class EMA:
         self._check_parameters(root)
         sources = _sources(root)
         weight = 1 - (self.decay if decay is None else decay)
+        elsewhere: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, average in self.averages.items():
-            target = values_of(average)
-            target.lerp_(_local_values_for(average, sources[name]).to(target), weight)
+            target, source = values_of(average), _local_values_for(average, sources[name])
+            if _is_in_other_memory(target, source):
+                elsewhere.append((target, source))
+            else:
+                target.lerp_(source.to(target), weight)
+        for (target, _), source in zip(elsewhere, copies_on_host(source for _, source in elsewhere), strict=True):
+            target.lerp_(source.to(target), weight)
 
     @contextmanager
     def swapped_in(self, model: nn.Module) -> Iterator[nn.Module]:
@@ -144,8 +153,14 @@ class EMA:
         self._check_parameters(root)
         count_change(root)
         parameters = named_parameters(root)
+        elsewhere: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, average in self.averages.items():
-            values_of(parameters[name]).copy_(_local_values_for(parameters[name], average))
+            target, source = values_of(parameters[name]), _local_values_for(parameters[name], average)
+            if _is_in_other_memory(source, target):
+                elsewhere.append((target, source))
+            else:
+                target.copy_(source)
+        copy_from_host([target for target, _ in elsewhere], (source for _, source in elsewhere))
 
     def _check_parameters(self, root: nn.Module) -> None:
         """Raise ShardError if a model lacks an averaged parameter, or has it in another shape."""
@@ -170,6 +185,11 @@ def _sources(root: nn.Module) -> dict[str, torch.Tensor]:
     """Return by name the fp32 master weights of a model's parameters, or the parameter itself if it has none."""
     masters = masters_of(root)
     return {name: masters.get(id(p), p) for name, p in named_parameters(root).items()}
+
+
+def _is_in_other_memory(own: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether a tensor is in host memory, and another one in that of an accelerator."""
+    return other.numel() > 0 and on_accelerator(other) and not on_accelerator(own)
 
 
 def _local_values_for(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:

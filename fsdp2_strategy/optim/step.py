@@ -35,6 +35,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.config.arguments import check_choice, check_number
 from fsdp2_strategy.config.strategy_config import AccumulationRule, GradSync, LossReduction, SyncBuffers
+from fsdp2_strategy.distributed.accelerator import on_accelerator
 from fsdp2_strategy.distributed.agreement import defer_error, has_deferred_error, raise_deferred_error
 from fsdp2_strategy.distributed.equal_values import digest_numbers, is_equal
 from fsdp2_strategy.distributed.log import log
@@ -124,7 +125,8 @@ def backward(
             in at least one micro-batch of a step (0 if it has no tokens); a micro-batch without it adds none.
 
     Raises:
-        StepError: ``num_items_in_batch`` is not positive and finite; ``num_items`` or ``num_tokens`` is not an integer
+        StepError: ``num_items_in_batch`` is not positive and finite (a tensor of an accelerator is checked by
+            `optimizer_step`, which reads all values at once); ``num_items`` or ``num_tokens`` is not an integer
             of at least 0 or a tensor of one; both numbers of items are given; only some backward passes of a step have
             ``num_items``; averages replace the model's parameters (`EMA.swapped_in`); the loss is not a tensor with one
             element and an autograd graph; there are several ranks and the model is not sharded; or, on every rank, the
@@ -350,8 +352,11 @@ def _described(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _number_of_items(given: Any) -> float:
+def _number_of_items(given: Any) -> float | torch.Tensor:
+    """Return the number as a float, or as a tensor on its accelerator: reading its value would synchronise."""
     if isinstance(given, torch.Tensor | numbers.Real | np.ndarray) and torch.as_tensor(given).numel() == 1:
+        if isinstance(given, torch.Tensor) and on_accelerator(given):
+            return given.detach().reshape(()).to(torch.float64, copy=True)  # the caller may reuse it
         return float(given)
     raise StepError(
         f"cannot scale the loss: num_items_in_batch is {given!r}, expected a number or a tensor of one element. Sum "
@@ -359,10 +364,12 @@ def _number_of_items(given: Any) -> float:
     )
 
 
-def _loss_factor(size: int | None, items: float | None, ranks: int) -> float:
+def _loss_factor(size: int | None, items: float | torch.Tensor | None, ranks: int) -> float | torch.Tensor:
     """Return the factor for the loss of a micro-batch; see [Note: gradient scale]."""
     if items is None:
         return 1 / (size or 1)
+    if isinstance(items, torch.Tensor):  # `MicroBatchSums.totals` checks its value
+        return ranks / items
     if not 0 < items < math.inf:
         raise StepError(
             f"cannot scale the loss: num_items_in_batch is {items:g}, expected the number of items in all "

@@ -35,10 +35,10 @@ class MicroBatchSums:
     """Sum of loss x factor, without the loss scale; one element, on the device of the loss."""
     tokens: float | torch.Tensor | None = None
     """Sum of the ``num_tokens`` that were given; None if none were."""
-    items: float | None = None
-    """The last ``num_items_in_batch``; None if there was none."""
+    items: float | torch.Tensor | None = None
+    """The last ``num_items_in_batch``; None if there was none. A tensor if it is on an accelerator, where it stays."""
     passed_items: tuple[float | None, ...] = ()
-    """The ``num_items_in_batch`` of each backward pass; () if none was given."""
+    """The ``num_items_in_batch`` of each backward pass, NaN for a tensor of an accelerator; () if none was given."""
     own_items: float | torch.Tensor | None = None
     """Sum of the ``num_items`` that were given; None if none were."""
 
@@ -51,9 +51,9 @@ class MicroBatchSums:
     def add(
         self,
         loss: torch.Tensor,
-        factor: float,
+        factor: float | torch.Tensor,
         num_tokens: int | torch.Tensor | None,
-        items: float | None,
+        items: float | torch.Tensor | None,
         num_items: int | torch.Tensor | None,
         *,
         copies: int = 1,
@@ -65,7 +65,7 @@ class MicroBatchSums:
         self.tokens = _plus(self.tokens, num_tokens, copies)
         self.own_items = _plus(self.own_items, num_items, copies)
         if items is not None or self.passed_items:
-            self.passed_items += (items,)
+            self.passed_items += (math.nan if isinstance(items, torch.Tensor) else items,)
         self.items = self.items if items is None else items
 
     def values(self) -> list[float | torch.Tensor]:
@@ -74,8 +74,9 @@ class MicroBatchSums:
             math.nan if self.loss is None else self.loss,
             0 if self.tokens is None else self.tokens,
             self.tokens is not None,
-            self.items or 0.0,
+            0.0 if self.items is None else self.items,
             self.items is not None,
+            0.0 if self.items is None else self.items * self.items,
             0 if self.own_items is None else self.own_items,
             self.own_items is not None,
             math.nan if self.loss is None else self.loss * self.loss,
@@ -97,8 +98,18 @@ class MicroBatchSums:
 
         ``sums`` are those of `values` over ``ranks`` ranks; ``copies`` ranks, which share layers, computed each batch.
         """
-        loss, tokens, ranks_with_tokens, items, ranks_with_items, own_items, ranks_with_own_items, _ = sums
+        loss, tokens, ranks_with_tokens, items, ranks_with_items, squares, own_items, ranks_with_own_items, _ = sums
         divisor = 1.0
+        if ranks_with_items:
+            # Numbers of the host are compared before; of tensors, only the sums are known: Cauchy-Schwarz, as above.
+            mean, is_equal = items / ranks_with_items, math.isclose(ranks_with_items * squares, items**2, rel_tol=1e-13)
+            if not (0 < mean < math.inf and is_equal):
+                raise StepError(
+                    f"cannot step: the mean of num_items_in_batch over the ranks is {mean:g}, and the numbers are "
+                    f"{'' if is_equal else 'not '}equal, expected the same number on all ranks, more than 0 and "
+                    "finite: that of the items in all micro-batches of all ranks in this step. Sum it over the ranks "
+                    "first, for example with strategy.all_reduce(items, 'sum')."
+                )
         if ranks_with_own_items:
             if ranks_with_own_items != ranks or not own_items > 0:
                 raise StepError(

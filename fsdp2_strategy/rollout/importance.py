@@ -69,8 +69,8 @@ def importance_inputs(
     """Compute the inputs of a policy loss with importance weights; not collective: [Note: importance weights].
 
     The weights are constants: no gradient flows through them. With clipping, the objective of a token is
-    ``weights * min(ratio * advantage, ratio.clamp(...) * advantage)``, with ``ratio = log_ratio.exp()``. The check of
-    the values waits for the device.
+    ``weights * min(ratio * advantage, ratio.clamp(...) * advantage)``, with ``ratio = log_ratio.exp()``. The other
+    tensors are moved to the device of ``new_log_probs``. The check of the values waits for the device.
 
     Args:
         new_log_probs: [batch, tokens], in nats, by the model that is updated.
@@ -112,6 +112,9 @@ def importance_inputs(
                 f"cannot compute importance weights: {name} has the shape {list(values.shape)}, expected "
                 f"{list(mask.shape)}, that of mask. Pass the log-probabilities of the same tokens."
             )
+    mask = mask.to(new_log_probs.device)
+    named = {name: values.to(new_log_probs.device) for name, values in named.items()}
+    old_log_probs, engine_log_probs = named["old_log_probs"], named["engine_log_probs"]
     _check_values(named, mask)
     new = torch.where(mask, new_log_probs, 0.0)
     old, engine = (

@@ -52,6 +52,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from fsdp2_strategy.distributed.generators import restored_generators
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.torch_internals import (
     base_of,
@@ -63,8 +64,11 @@ from fsdp2_strategy.distributed.torch_internals import (
     gather,
     is_gathered_for_backward,
     is_in_backward,
+    is_offloaded_to_cpu,
     mark_idle,
+    moved_to,
     param_groups_of,
+    parameters_of,
     pre_backward_hook,
     run_post_forward,
     run_pre_forward,
@@ -72,6 +76,7 @@ from fsdp2_strategy.distributed.torch_internals import (
 )
 from fsdp2_strategy.errors import ShardError, some
 from fsdp2_strategy.model.failed_passes import record_failed_pass, reset_after_failed_forward
+from fsdp2_strategy.model.fsdp_state import device_of, parameter_groups
 from fsdp2_strategy.sharding.activation_checkpointing import decoders, is_cache
 from fsdp2_strategy.sharding.own_dtype import cast_inputs_to, cast_to_own, needs_own_dtype
 from fsdp2_strategy.sharding.prefetch import PrefetchOrder
@@ -238,7 +243,13 @@ class BypassHooks:
 
     def _run_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the root's forward with its hooks, even if the caller calls ``model.forward(...)`` directly."""
-        return self._run_pass(forward, *args, **kwargs) if self._depth else self._root(*args, **kwargs)
+        if not self._depth:
+            return self._root(*args, **kwargs)
+        parameters = (p for group in parameter_groups(self._root) for p in parameters_of(group))
+        if (first := next(parameters, None)) is not None and is_offloaded_to_cpu(first):
+            # FSDP2 has moved the inputs of the method that is running. ``generate`` makes others where the shards are.
+            args, kwargs = moved_to(device_of(self._root), (args, kwargs))
+        return self._run_pass(forward, *args, **kwargs)
 
     def _run_pass(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a pass; if it fails because it bypasses a unit, raise a ShardError with this cause."""
@@ -506,7 +517,7 @@ def find_bypassed_units(
     handles = [module.register_forward_pre_hook(functools.partial(before, a)) for module, a in around.items()]
     handles += [handle for unit in made for handle in unit.track(None)]
     try:
-        with torch.random.fork_rng(), torch.no_grad():
+        with restored_generators(), torch.no_grad():
             run(root)
     finally:
         for handle in handles:

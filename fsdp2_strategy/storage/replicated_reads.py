@@ -6,7 +6,7 @@ follow.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy import sizes
+from fsdp2_strategy.distributed.process_group import current_device, has_backend
 from fsdp2_strategy.distributed.torch_internals import broadcast_coalesced
 from fsdp2_strategy.model.boxes import box_of, is_split
 from fsdp2_strategy.model.placeholders import values_of
@@ -33,8 +34,34 @@ class Broadcast:
     """The tensors, viewed as bytes."""
 
     def run(self) -> None:
-        """Broadcast the tensors; collective over the group."""
-        broadcast_coalesced(self.group, self.tensors, sizes.BROADCAST_BYTES, self.source)
+        """Broadcast the tensors; collective over the group.
+
+        A group of an accelerator, without a backend for the CPU, sends shards in host memory through the device.
+        """
+        if self.tensors[0].device.type != "cpu" or has_backend(self.group, "cpu"):
+            broadcast_coalesced(self.group, self.tensors, sizes.BROADCAST_BYTES, self.source)
+            return
+        is_source = dist.get_rank(self.group) == self.source
+        for parts in _in_buckets(self.tensors, sizes.BROADCAST_BYTES):
+            joined = torch.cat(parts) if is_source else torch.empty(sum(map(len, parts)), dtype=torch.uint8)
+            on_device = joined.to(current_device())
+            dist.broadcast(on_device, group_src=self.source, group=self.group)
+            if not is_source:
+                joined.copy_(on_device)
+                for part, received in zip(parts, torch.split(joined, [len(part) for part in parts]), strict=True):
+                    part.copy_(received)
+
+
+def _in_buckets(tensors: Iterable[torch.Tensor], bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
+    """Split tensors of bytes, and group the parts into buckets of at most ``bucket_bytes``."""
+    bucket: list[torch.Tensor] = []
+    for part in (part for tensor in tensors for part in torch.split(tensor, bucket_bytes)):
+        if bucket and sum(map(len, bucket)) + len(part) > bucket_bytes:
+            yield bucket
+            bucket = []
+        bucket.append(part)
+    if bucket:
+        yield bucket
 
 
 def divide_reads(wanted: Iterable[tuple[str, Region, torch.Tensor]]) -> tuple[list[ReadRequest], list[Broadcast]]:

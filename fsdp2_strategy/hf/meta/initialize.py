@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from fsdp2_strategy.distributed.agreement import all_or_none, from_rank_0
+from fsdp2_strategy.distributed.generators import drawing_from, torch_states
 from fsdp2_strategy.distributed.torch_internals import (
     local_of,
     storage_address,
@@ -41,8 +42,6 @@ from fsdp2_strategy.hf.meta.recorded_init import (
     RecordedTensor,
     Recording,
     are_equal,
-    drawing_from,
-    random_states,
     recorded_tensor,
     view_like,
     written_arguments,
@@ -98,7 +97,7 @@ def initialize(
     # Init functions may read plain tensors, so those that draw nothing are computed first.
     _, lost = _run_recorded(Recording.compute, [each for each in plain if not each.draws], device)
     drawn = [each for each in plain if each.draws]
-    with _random_states_of_rank_0(device):
+    with _random_states_of_rank_0(device, restore=any(r.seeds for r in _by_recording([*empty, *drawn]))):
         # Tensors that were added or changed after transformers had initialised the model get replayed values below.
         waiting = [e for e in empty if e.recorded is None or not e.recorded.changed_since_init]
         filled = _run_init_weights(model, waiting, device)
@@ -191,11 +190,16 @@ def _run_reset_parameters(model: nn.Module, empty: Sequence[TensorWithoutValues]
 
 
 @contextmanager
-def _random_states_of_rank_0(device: torch.device) -> Iterator[None]:
-    """Use rank 0's random states on every rank; afterwards, restore the states of ranks that had others."""
-    own = random_states(device)
+def _random_states_of_rank_0(device: torch.device, *, restore: bool) -> Iterator[None]:
+    """Use rank 0's random states on every rank; afterwards, restore the states of ranks that had others.
+
+    Equal states go on from the values that were drawn, as if the model had been built with memory, so that the next
+    model gets others. ``restore`` restores these, too: a constructor's call of ``torch.manual_seed`` took effect when
+    the model was built, and its replay must not take effect again.
+    """
+    own = torch_states(device)
     shared = from_rank_0(own)
-    with drawing_from(None if are_equal(own, shared) else shared, device):
+    with drawing_from(shared if restore or not are_equal(own, shared) else None, device):
         yield
 
 

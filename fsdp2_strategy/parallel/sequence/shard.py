@@ -24,8 +24,9 @@ from torch import nn
 from torch.nn.functional import pad
 
 from fsdp2_strategy.distributed.log import log
+from fsdp2_strategy.distributed.process_group import current_device
 from fsdp2_strategy.distributed.same_batch import differing_names, facts_of
-from fsdp2_strategy.distributed.torch_internals import is_in_backward
+from fsdp2_strategy.distributed.torch_internals import is_in_backward, moved_to
 from fsdp2_strategy.errors import SequenceError
 from fsdp2_strategy.hf.packed_rows import ARGUMENT, positions_of_documents, running_shard
 from fsdp2_strategy.model.state import Slot, model_state
@@ -132,6 +133,8 @@ def shard_sequence(batch: Mapping[str, Any], group: dist.ProcessGroup | Sequence
     ``num_items_in_batch``: the mean over all ranks is the loss of the full batch. If the batch contains
     ``num_items_in_batch``, the loss is divided by this number instead of the number of labels.
 
+    Tensors in other memory are moved to this rank's device, as FSDP2 does in a forward pass.
+
     Args:
         batch: the model's arguments for full sequences: ``input_ids`` or ``inputs_embeds``, [batch, length] and
             [batch, length, width]. All other tensors whose first dimensions are [batch, length] are split, too.
@@ -141,6 +144,8 @@ def shard_sequence(batch: Mapping[str, Any], group: dist.ProcessGroup | Sequence
         SequenceError: the batch has no sequences, or contains ``logits_to_keep`` or a cache.
     """
     batch = {name: value for name, value in batch.items() if value is not None}
+    if not isinstance(group, SequenceRanks):
+        batch = moved_to(current_device(), batch)
     tokens = batch.get("input_ids", batch.get("inputs_embeds"))
     if tokens is None or batch.keys() & {"logits_to_keep", "past_key_values"}:
         raise SequenceError(
