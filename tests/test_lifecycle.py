@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -253,3 +254,77 @@ def test_the_end_of_a_process_forked_from_a_rank_is_not_the_end_of_the_rank(tmp_
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     subprocess.run([sys.executable, script, str(port)], check=True, timeout=120)
+
+
+WORKERS = """
+import gc, multiprocessing, os, sys, threading, time
+import torch, torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+sys.path.insert(0, "tests")
+from helpers.models import build
+from fsdp2_strategy import FSDPV2Strategy, stream_weights
+from fsdp2_strategy.checkpoint import background_save
+from fsdp2_strategy.errors import RolloutError
+from fsdp2_strategy.rollout import RemoteEngine, TransformersEngine, listen_at_free_port, serve
+
+SECRET = "a secret that is long enough for this test"
+
+def serve_model(sender):
+    address = listen_at_free_port("localhost", secret=SECRET)
+    sender.send(address)
+    serve(TransformersEngine(build("llama")), address, secret=SECRET)
+
+class Samples(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        if index % 2:
+            background_save.wait()  # there is no save in this process
+            try:
+                engine.weight_checksums()
+            except RolloutError as error:
+                assert "belongs to the process that this one was forked" in str(error), error
+            engine.close()
+        else:  # or the objects are freed
+            globals().update(strategy=None, engine=None, model=None)
+            gc.collect()
+        return torch.ones(3)
+
+if __name__ == "__main__":
+    receiver, sender = multiprocessing.Pipe()
+    server = multiprocessing.get_context("spawn").Process(target=serve_model, args=(sender,))
+    server.start()
+    strategy = FSDPV2Strategy(bf16=False)
+    strategy.preempted()
+    model = strategy.prepare_model(build("llama"), is_training=True)
+    engine = RemoteEngine(receiver.recv(), secret=SECRET)
+    engine.update_weights(stream_weights(model))
+    expected = engine.weight_checksums()
+    goes_on = threading.Event()
+    background_save.save_in_background("test", goes_on.wait)
+    with engine._turn:  # as if another thread were in a call
+        loader = DataLoader(Samples(), batch_size=1, num_workers=2, multiprocessing_context="fork")
+        batches = iter(loader)
+        assert len(list(batches)) == 4
+        begun = time.monotonic()
+        batches._shutdown_workers()
+        seconds = time.monotonic() - begun
+    assert engine.weight_checksums() == expected  # the workers have not closed this connection
+    assert strategy.all_reduce(2.0, op="sum") == 2
+    assert not background_save._in_flight[0].ended.is_set()
+    goes_on.set()
+    strategy.wait_for_checkpoint()
+    engine.close()
+    server.join(60)
+    strategy.close()
+    print("SECONDS", seconds)
+"""
+
+
+def test_a_worker_forked_during_a_save_with_an_open_engine_ends_at_once_and_changes_nothing(tmp_path):
+    (script := tmp_path / "workers.py").write_text(WORKERS)
+    root = Path(__file__).parents[1]
+    run = subprocess.run([sys.executable, script], cwd=root, timeout=120, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert float(run.stdout.split("SECONDS")[1]) < 3, "a worker waited for a thread or a lock that it does not have"

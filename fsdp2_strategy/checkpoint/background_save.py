@@ -12,6 +12,7 @@ raises its error.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -133,6 +134,7 @@ call_at_end(_at_exit)
 
 _staging = Staging()
 _in_flight: list[_Save] = []
+os.register_at_fork(after_in_child=_in_flight.clear)  # a forked child lacks the thread that would end the save
 _background_groups: WeakKeyDictionary[Any, dict[dist.ProcessGroup | None, dist.ProcessGroup]] = WeakKeyDictionary()
 """For each default group: the background group of each group in use; None as a key stands for the default group."""
 

@@ -5,8 +5,8 @@ Input: what each rank knows of its host, through a store. Output: the number of 
 [Note: devices of ranks] Some launchers tell each process its number on its host, and every process sees all devices of
 the host (torchrun). Others let each process see one device only (SLURM with a GPU for each task, Ray), or tell it a
 number in a variable of their own (mpirun). So each rank writes its host, the identifiers of the devices that it sees,
-and two wishes: the device that is current already, and torchrun's LOCAL_RANK. The first of these that gives each rank a
-device of its own is used:
+and two candidates: the device that is current already, and torchrun's LOCAL_RANK. The first of these that gives each
+rank a device of its own is used:
 
 1. The current device, if all ranks have used or set one: a trainer's own choice.
 2. The device with the index LOCAL_RANK.
@@ -133,10 +133,10 @@ def local_ranks(places: Sequence[Place], ranks: Sequence[int] | None = None) -> 
 
 def _choose(places: Sequence[Place], ranks: Sequence[int]) -> Sequence[int | None]:
     """Return the index of each rank's device among those that it sees."""
-    for wishes in ([place.current for place in places], [place.launched_as for place in places]):
-        is_possible = all(w is not None and w < len(p.devices) for w, p in zip(wishes, places, strict=True))
-        if is_possible and _first_shared(places, wishes) is None:
-            return wishes
+    for indices in ([place.current for place in places], [place.launched_as for place in places]):
+        is_possible = all(i is not None and i < len(p.devices) for i, p in zip(indices, places, strict=True))
+        if is_possible and _first_shared(places, indices) is None:
+            return indices
     by_number = [
         sum((other.host, other.devices) == (place.host, place.devices) for other in places[:i])
         for i, place in enumerate(places)

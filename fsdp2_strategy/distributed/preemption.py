@@ -35,6 +35,8 @@ class _SignalState:
         self._previous: _Handler = None
 
     def add_user(self) -> None:
+        if self._process != os.getpid():
+            self.users, self.received, self.agreed = 0, False, False  # those of the process that this was forked from
         if not self.users:
             self._previous = signal.signal(signal.SIGTERM, self._on_signal)
             self._process = os.getpid()

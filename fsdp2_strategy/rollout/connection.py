@@ -23,6 +23,7 @@ messages there is no limit.
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import socket
 import ssl
@@ -37,6 +38,7 @@ from hmac import HMAC, compare_digest
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -138,6 +140,25 @@ def _own_hosts(store: Any) -> list[str]:
     return hosts
 
 
+# --- forked children --------------------------------------------------------------------------------------------------
+
+_of_this_process: WeakSet[Listener | Connection] = WeakSet()
+"""What has sockets of this process. Shutting a socket down in a forked child would end the parent's connection."""
+
+
+def _abandon_sockets() -> None:
+    for each in list(_of_this_process):
+        each.abandon()
+    _of_this_process.clear()
+
+
+def _close_copy(inherited: socket.socket) -> None:
+    if (descriptor := inherited.detach()) >= 0:
+        os.close(descriptor)
+
+
+os.register_at_fork(after_in_child=_abandon_sockets)
+
 # --- the server's end ------------------------------------------------------------------------------------------------
 
 
@@ -155,12 +176,17 @@ class Listener:
         self._changed = threading.Condition()
         """Held to change these three."""
         self._next_report = 0.0
+        _of_this_process.add(self)
         threading.Thread(target=self._accept_sockets, daemon=True).start()
 
     @property
     def port(self) -> int:
         """The port of the listening socket."""
         return int(self._socket.getsockname()[1])
+
+    def abandon(self) -> None:
+        """Close a forked child's copy of the listening socket, so that its port is free once the parent has ended."""
+        _close_copy(self._socket)
 
     def accept(self, timeout_seconds: float, progress_seconds: float | None) -> Connection:
         """Wait for a trainer, however long it takes; the limits are those of its `Connection`."""
@@ -457,6 +483,7 @@ class Connection:
         self._requests.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._output = _Output(self._requests)
         self._input = BufferedReader(socket.SocketIO(self._requests, "r"), _DIRECT_BYTES)
+        _of_this_process.add(self)
         threading.Thread(target=self._watch, daemon=True).start()
 
     def send(self, header: Mapping[str, Any], tensors: Sequence[torch.Tensor] = (), *, flush: bool = True) -> None:
@@ -545,6 +572,14 @@ class Connection:
             for stream in (self._input, self._requests):
                 with suppress(OSError):
                     stream.close()
+
+    def abandon(self) -> None:
+        """Close a forked child's copies of the sockets, so that the connection stays open, and ends with the parent."""
+        self._reason = "it belongs to the process that this one was forked from"
+        self._closed, self._in_use = threading.Event(), threading.RLock()  # the old ones may be held by other threads
+        self._closed.set()
+        for each in (self._requests, self._heartbeats):
+            _close_copy(each)
 
     def _watch(self) -> None:
         """Send and receive heartbeats; see [Note: heartbeats]."""

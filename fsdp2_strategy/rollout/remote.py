@@ -13,6 +13,7 @@ always reach the end message, and the server reads the next request from its beg
 
 from __future__ import annotations
 
+import os
 import ssl
 import threading
 from collections import deque
@@ -109,7 +110,8 @@ class RemoteEngine(Engine):
         self._turn = threading.Lock()
         self._lost: str | None = None
         # Called by `close`, when this object is garbage collected, or at exit.
-        self._finalizer = finalize(self, _disconnect, self._connection, self._turn)
+        self._process = os.getpid()
+        self._finalizer = finalize(self, _disconnect, self._connection, self._turn, self._process)
 
     def close(self) -> None:
         """Close the connection, so that the server can accept another trainer; thread-safe and idempotent."""
@@ -213,6 +215,11 @@ class RemoteEngine(Engine):
     @contextmanager
     def _request(self, action: str) -> Iterator[None]:
         """Lock the connection for one request and its answer; errors other than `RolloutError` close the connection."""
+        if os.getpid() != self._process:  # before the lock, which a thread of the parent may hold
+            raise RolloutError(
+                f"cannot {action}: the connection to the engine at {self._where} belongs to the process that this one "
+                "was forked from, expected the process that opened it. Call the engine there."
+            )
         with self._turn:
             try:
                 if self._lost is not None:
@@ -429,8 +436,13 @@ def _without_cache(result: Any) -> Any:
 # --- the trainer's end -----------------------------------------------------------------------------------------------
 
 
-def _disconnect(connection: Connection, turn: threading.Lock) -> None:
-    """Send "goodbye" and close. If another thread is in a call, close at once, and wait briefly for it to raise."""
+def _disconnect(connection: Connection, turn: threading.Lock, process: int) -> None:
+    """Send "goodbye" and close. If another thread is in a call, close at once, and wait briefly for it to raise.
+
+    A forked child does nothing: the connection is its parent's, and the lock may be held by a thread of the parent.
+    """
+    if os.getpid() != process:
+        return
     if turn.acquire(blocking=False):
         with suppress(ConnectionLostError):
             connection.send({"call": "goodbye"})

@@ -161,6 +161,12 @@ class _Retries:
             return True
 
 
+def _forget_lock() -> None:
+    """Make a new lock in a forked child, which has no thread that would release the old one."""
+    _Retries._lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_lock)
 _failing: dict[Path, float] = {}
 """Paths at and below which reads go on failing, and since when; see [Note: transient errors]."""
 
