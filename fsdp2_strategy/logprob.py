@@ -33,6 +33,7 @@ from torch.nn.functional import linear, pad
 from fsdp2_strategy import sizes
 from fsdp2_strategy.config.arguments import accepts, check_inputs, check_number
 from fsdp2_strategy.distributed.agreement import all_or_none
+from fsdp2_strategy.distributed.generators import restored_generators
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.torch_internals import all_gather_single
 from fsdp2_strategy.errors import LogProbError
@@ -588,7 +589,7 @@ def _measure_logit_shape(root: nn.Module, head: nn.Linear, inputs: Mapping[str, 
         torch.set_grad_enabled(True)  # so that logits require grad if a trained factor scales them
         return known.clone().view(1, 1, -1)  # a copy: `known` must stay the same if the model changes logits in place
 
-    with measured_pass(), torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with measured_pass(), torch.no_grad(), restored_generators():
         from_head, output = _run_with_head(root, head, return_known, inputs, with_output=True)
     logits = getattr(output, "logits", torch.empty(0))
     comparable = logits.shape == (1, 1, len(known)) and not logits.requires_grad

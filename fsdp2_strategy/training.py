@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, TextIO, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
@@ -265,7 +266,7 @@ class TrainingStrategy:
         """
         seed_everything(seed + self.dp_rank if per_rank else seed)
 
-    @collective
+    @partial(collective, needs_groups=False)
     def close(self) -> None:
         """Wait for an asynchronous save, and destroy the process group that the constructor started; collective.
 
@@ -815,7 +816,7 @@ class TrainingStrategy:
         if self.config.sync_buffers != "off":
             _warn_of_differing_buffers(model)
 
-    @collective
+    @partial(collective, needs_groups=False)
     def wait_for_checkpoint(self) -> None:
         """Wait until no asynchronous save is in flight; collective, so that all ranks raise its error.
 

@@ -373,9 +373,9 @@ def test_files_that_accelerate_itself_writes_are_read(tmp_path):
 
 def test_a_cpu_is_not_promised_beside_an_accelerator(tmp_path, monkeypatch):
     path = written(tmp_path, {**FSDP, "use_cpu": True})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
     assert StrategyConfig.from_accelerate(path) == StrategyConfig(**SHARDED)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("xpu"))
     with pytest.raises(ConfigError, match=r"use_cpu is True, .* CUDA_VISIBLE_DEVICES= to hide"):
         StrategyConfig.from_accelerate(path)
 

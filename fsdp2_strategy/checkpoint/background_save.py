@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2_strategy import sizes
+from fsdp2_strategy.distributed.device_order import DeviceOrder
 from fsdp2_strategy.distributed.log import logger
 from fsdp2_strategy.distributed.lost_ranks import add_note
 from fsdp2_strategy.distributed.process_end import call_at_end
@@ -32,7 +33,6 @@ from fsdp2_strategy.distributed.process_group import (
     is_rank_0,
     on_group,
     ranks_of,
-    set_device,
 )
 from fsdp2_strategy.errors import CheckpointError, FSDP2StrategyError
 from fsdp2_strategy.model.offloading import CopyQueue
@@ -74,7 +74,8 @@ class Staging:
             index, begin = index + 1, 0
         if index == len(self._buffers):
             size = max(sizes.STAGING_BYTES, nbytes)
-            self._buffers.append(torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available()))
+            pinned = current_device().type != "cpu"
+            self._buffers.append(torch.empty(size, dtype=torch.uint8, pin_memory=pinned))
         self._current, self._filled_bytes = index, begin + -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         key = (index, begin, tensor.dtype, tensor.shape)
         if key not in self._views:
@@ -88,14 +89,14 @@ class _Save:
     def __init__(self, name: str, work: Callable[[], None], group: dist.ProcessGroup | None) -> None:
         self._error: BaseException | None = None
         self._work: Callable[[], None] | None = work
-        self._name, self._group, self._device = name, group, current_device()
+        self._name, self._group, self._order = name, group, DeviceOrder.of_this_thread()
         self.ended = threading.Event()  # Python 3.11: an interrupted `Thread.join` marks a running thread as ended
         threading.Thread(target=self._run, name=f"save {name}").start()
 
     def _run(self) -> None:
         assert self._work is not None
         try:
-            set_device(self._device)
+            self._order.enter()
             with on_group(self._group):
                 try:
                     self._work()

@@ -1,4 +1,5 @@
-"""Seed, save and restore a rank's random generators: torch's on the CPU and CUDA, Python's and NumPy's.
+"""Seed, save and restore a rank's random generators: torch's on the CPU and the accelerator, Python's and
+NumPy's.
 
 Input: the generators. Output: the content of one safetensors file per rank, and the generators restored from it.
 """
@@ -6,45 +7,47 @@ Input: the generators. Output: the content of one safetensors file per rank, and
 from __future__ import annotations
 
 import hashlib
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import load, save
 
 from fsdp2_strategy.config.arguments import check_number
+from fsdp2_strategy.distributed.accelerator import accelerator_type
+from fsdp2_strategy.distributed.generators import (
+    accelerator_state,
+    host_states,
+    seed_all,
+    set_accelerator_state,
+    set_host_states,
+)
 from fsdp2_strategy.errors import ArgumentError, DamageError, shortened
 from fsdp2_strategy.storage.safetensors_format import tensors_in
 
 
 def rng_content() -> bytes:
     """Return the current states of this rank's generators as the content of a safetensors file."""
-    _, words, gauss = random.getstate()
-    numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002  user code draws from the legacy generator
+    (_, words, gauss), numpy, of_torch = host_states()
     tensors = {
         "python.words": torch.tensor(words, dtype=torch.int64),
         "python.gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
         "numpy.keys": torch.from_numpy(np.asarray(numpy["state"]["key"], dtype=np.int64)),
         "numpy.position": torch.tensor([numpy["state"]["pos"], numpy["has_gauss"]], dtype=torch.int64),
         "numpy.cached": torch.tensor([numpy["gauss"]], dtype=torch.float64),
-        "torch.cpu": torch.get_rng_state(),
+        "torch.cpu": of_torch,
     }
-    if torch.cuda.is_available():
-        tensors["torch.cuda"] = torch.cuda.get_rng_state()
+    if (state := accelerator_state()) is not None:
+        tensors[f"torch.{accelerator_type()}"] = state
     return save(tensors)
 
 
 def check_rng(content: bytes, path: Path) -> None:
     """Raise a `DamageError` if the content of the file at ``path`` is not a result of `rng_content`."""
     tensors, _ = tensors_in(content, path)
-    for name, (dtype, length, largest) in _TENSORS.items():
+    of_accelerator = {name: _TENSORS["torch.cpu"] for name in tensors if name.startswith("torch.")}
+    for name, (dtype, length, largest) in (_TENSORS | of_accelerator).items():
         found = tensors.get(name)
-        if found is None and name == "torch.cuda":
-            continue
         if found is None or found.dtype != dtype or found.ndim != 1 or (length is not None and len(found) != length):
             raise _invalid(path, f"{name} is not a vector of {dtype} of the right length")
         if largest is not None and not bool(((found >= 0) & (found <= largest)).all()):
@@ -71,9 +74,9 @@ _TENSORS: dict[str, tuple[torch.dtype, int | None, int | None]] = {
     "numpy.position": (torch.int64, 2, _WORDS),
     "numpy.cached": (torch.float64, 1, None),
     "torch.cpu": (torch.uint8, None, None),
-    "torch.cuda": (torch.uint8, None, None),
 }
-"""The tensors of a file: dtype, length and largest value, if they are fixed."""
+"""The tensors of a file: dtype, length and largest value, if they are fixed. With an accelerator, there is one
+more, named by the type of device, such as "torch.cuda"; a rank whose accelerator is of another type ignores it."""
 RNG_BYTES = 1 << 20
 """Maximum size of a file."""
 
@@ -81,37 +84,14 @@ RNG_BYTES = 1 << 20
 def load_rng(content: bytes) -> None:
     """Restore this rank's generators from the result of `rng_content`."""
     tensors = load(content)
-    torch.set_rng_state(tensors["torch.cpu"])
-    if "torch.cuda" in tensors and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensors["torch.cuda"])
+    if (own := f"torch.{accelerator_type()}") in tensors:
+        set_accelerator_state(tensors[own])
     gauss = tensors["python.gauss"].tolist()
-    random.setstate((3, tuple(tensors["python.words"].tolist()), gauss[0] if gauss else None))
+    of_python = (3, tuple(tensors["python.words"].tolist()), gauss[0] if gauss else None)
     position, has_gauss = tensors["numpy.position"].tolist()
     keys = tensors["numpy.keys"].numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", keys, position, has_gauss, tensors["numpy.cached"].item()))  # noqa: NPY002
-
-
-def host_generators() -> tuple[Any, Any, torch.Tensor]:
-    """Return the states of Python's, NumPy's and torch's generators on the CPU, in memory; fast."""
-    return random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()  # noqa: NPY002
-
-
-def set_host_generators(states: tuple[Any, Any, torch.Tensor]) -> None:
-    """Restore the result of `host_generators`."""
-    random.setstate(states[0])
-    np.random.set_state(states[1])  # noqa: NPY002
-    torch.set_rng_state(states[2])
-
-
-@contextmanager
-def forked_rng(seed: int) -> Iterator[None]:
-    """Seed the generators for the block; after it, restore those that `rng_content` saves."""
-    before = rng_content()
-    seed_everything(seed)
-    try:
-        yield
-    finally:
-        load_rng(before)
+    of_numpy = ("MT19937", keys, position, has_gauss, tensors["numpy.cached"].item())
+    set_host_states((of_python, of_numpy, tensors["torch.cpu"]))
 
 
 def derive_seed(*numbers: int) -> int:
@@ -127,6 +107,4 @@ def seed_everything(seed: int) -> None:
         ArgumentError: ``seed`` is not an integer.
     """
     check_number("seed the generators", "seed", seed, ArgumentError, integer=True)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002
-    torch.manual_seed(seed)
+    seed_all(seed)

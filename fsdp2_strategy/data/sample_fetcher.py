@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import os
-import random
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from fsdp2_strategy.data.batches import Key
+from fsdp2_strategy.distributed.generators import restored_generators, seed_host
 from fsdp2_strategy.errors import CorruptDataError, DataError
 
 
@@ -43,7 +41,8 @@ class SampleFetcher(Dataset[Any]):
             return keys, DataError(str(error))  # subclasses may not be picklable
 
     def _batch(self, keys: list[Key]) -> Any:
-        with _restored_generators():
+        in_worker = get_worker_info() is not None  # its generators are nobody else's, and a fork has no accelerator
+        with nullcontext() if in_worker else restored_generators():
             samples = []
             for epoch, sample in keys:
                 self._seed(epoch, sample)
@@ -54,24 +53,7 @@ class SampleFetcher(Dataset[Any]):
     def _seed(self, *facts: object) -> None:
         text = "/".join(map(str, (self.seed, *facts)))
         word = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-        torch.default_generator.manual_seed(word)
-        np.random.seed(word & 0xFFFFFFFF)  # noqa: NPY002  the generator that data sets draw from
-        random.seed(word)
-
-
-@contextmanager
-def _restored_generators() -> Iterator[None]:
-    """Restore the random generators of the trainer's process after the block; do nothing in a worker process."""
-    if get_worker_info() is not None:
-        yield
-        return
-    of_torch, of_numpy, of_python = torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate()  # noqa: NPY002
-    try:
-        yield
-    finally:
-        torch.set_rng_state(of_torch)
-        np.random.set_state(of_numpy)  # noqa: NPY002
-        random.setstate(of_python)
+        seed_host(word)
 
 
 def identity(fetched: Any) -> Any:

@@ -4,7 +4,8 @@ Input: an error or a value of each rank. Output: the same error, decision or val
 
 [Note: agreed errors] If one rank raised an error alone, the others would wait in their next collective until its
 time-out. So each phase of a collective call runs inside `all_or_none`, which ends with the all-reduce of one flag. If a
-rank has set the flag, the error texts are gathered and every rank raises.
+rank has set the flag, the error texts are gathered and every rank raises. What this means for collectives that some
+ranks have begun is in [Note: groups after a failure] in `unusable_groups`.
 
 [Note: deferred errors] A call that is not collective, such as writing a metric on rank 0, cannot agree with the other
 ranks. It defers its error: the next optimizer step sends a flag with the sum of the gradient norm, which costs nothing.
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from fsdp2_strategy.distributed.lost_ranks import add_note_outside_calls, is_lost_rank
 from fsdp2_strategy.distributed.process_group import control_device, group_in_use, is_rank_0, world_size
 from fsdp2_strategy.distributed.unit_log import current_log, run_noted
+from fsdp2_strategy.distributed.unusable_groups import begun_collectives, mark_unusable, unpaired_group
 from fsdp2_strategy.errors import FSDP2StrategyError, StepError
 
 T = TypeVar("T")
@@ -58,14 +60,21 @@ def all_or_none(action: str, error: type[FSDP2StrategyError]) -> Iterator[None]:
         raise cause from None  # the other ranks cannot hear of it, because they are lost
     if not has_failed:
         return
-    texts: list[str | None] = [None] * world_size()
-    dist.all_gather_object(texts, None if cause is None else error_text(cause), group=group_in_use())
+    own = None if cause is None else error_text(cause)
+    of_ranks: list[Any] = [None] * world_size()
+    is_foreign = cause is not None and not isinstance(cause, FSDP2StrategyError)
+    dist.all_gather_object(of_ranks, (own, is_foreign, begun_collectives()), group=group_in_use())
+    texts: list[str | None] = [text for text, _, _ in of_ranks]
     (first, text), *later = [(number, text) for number, text in enumerate(texts) if text is not None]
     others = ", ".join(str(number) for number, _ in later)
     others = f" (and on rank{'s' if len(later) > 1 else ''} {others})" if later else ""
     same_everywhere = len(set(texts)) == 1
     agreed = error(text if same_everywhere else f"cannot {action}: failed on rank {first}{others}: {text}")
     agreed.is_agreed = True
+    unpaired = unpaired_group([begun for *_, begun in of_ranks], is_foreign=any(each for _, each, _ in of_ranks))
+    if unpaired is not None:
+        mark_unusable(f"cannot {action}, in which the ranks have begun different collectives in the group {unpaired}")
+        agreed.add_note("The process groups are unusable from here on: do not catch this error to go on.")
     # One traceback, which ends where this rank's own error was raised; its text is in the message.
     raise agreed.with_traceback(None if cause is None else cause.__traceback__) from None
 

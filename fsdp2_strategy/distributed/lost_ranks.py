@@ -35,6 +35,7 @@ from fsdp2_strategy.distributed.torch_internals import (
     is_of_default_store,
     process_groups,
 )
+from fsdp2_strategy.distributed.unusable_groups import check_groups
 from fsdp2_strategy.errors import StepError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -51,13 +52,18 @@ _OF_BACKEND = re.compile(r"[Gg]loo|NCCL|pair closure|Connection (closed|reset) b
 _call: ContextVar[str | None] = ContextVar("call", default=None)
 
 
-def collective(function: F) -> F:
-    """Decorate a function that every rank must call: if torch loses another rank in it, add a note to torch's error."""
+def collective(function: F, *, needs_groups: bool = True) -> F:
+    """Decorate a function that every rank must call: if torch loses another rank in it, add a note to torch's error.
+
+    Unless ``needs_groups`` is false, the call raises if an earlier failure has left the process groups unusable.
+    """
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         if _call.get() is not None:
             return function(*args, **kwargs)
+        if needs_groups:
+            check_groups(f"call {function.__name__}")
         token = _call.set(function.__name__)
         try:
             return function(*args, **kwargs)

@@ -1,6 +1,6 @@
 """Report the device and host memory of all ranks.
 
-Input: the counters of the CUDA allocator and of the process. Output: one line for all ranks.
+Input: the counters of the accelerator's allocator and of the process. Output: one line for all ranks.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from fsdp2_strategy.distributed.accelerator import accelerator_type, device_module
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import group_in_use, world_size
@@ -24,11 +25,12 @@ def report_memory(prefix: str = "") -> str:
     the former. For the host, it has the resident set size of the process, and its peak.
     """
     own = {"host": _resident(), "host peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
-    if torch.cuda.is_available():
+    if (device_type := accelerator_type()) is not None:
+        of_torch = device_module(device_type)
         device = {
-            "device": torch.cuda.memory_allocated(),
-            "reserved": torch.cuda.memory_reserved(),
-            "device peak": torch.cuda.max_memory_allocated(),
+            "device": of_torch.memory_allocated(),
+            "reserved": of_torch.memory_reserved(),
+            "device peak": of_torch.max_memory_allocated(),
         }
         own = device | own
     of_ranks: list[dict[str, int]] = [{}] * world_size()
@@ -41,9 +43,9 @@ def report_memory(prefix: str = "") -> str:
 
 def clear_cache() -> None:
     """Synchronise the device and release the allocator's unused memory; not collective."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+    if (device_type := accelerator_type()) is not None:
+        torch.accelerator.synchronize()
+        device_module(device_type).empty_cache()
 
 
 def _resident() -> int:

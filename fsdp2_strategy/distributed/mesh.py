@@ -46,7 +46,7 @@ def build_mesh(shard_size: int = -1, *, device_type: str | None = None, tensor_p
     Args:
         shard_size: number of ranks that `fully_shard` splits a parameter over; it must divide the number of data
             parallel ranks, which is the world size / ``tensor_parallel_size``. -1 means all data parallel ranks.
-        device_type: "cpu" or "cuda"; by default the type of `current_device`.
+        device_type: "cpu", or the type of an accelerator, such as "cuda"; by default the type of `current_device`.
         tensor_parallel_size: number of successive ranks that share each layer; it must divide the world size.
 
     Returns:

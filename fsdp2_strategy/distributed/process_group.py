@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from fsdp2_strategy.distributed.accelerator import accelerator_type, collective_backend
 from fsdp2_strategy.distributed.process_end import call_at_end
 from fsdp2_strategy.distributed.rendezvous import fresh_store
 from fsdp2_strategy.distributed.tcp_rendezvous import LocalRank, Rendezvous, meet
@@ -47,7 +48,8 @@ def start_process_group(timeout_minutes: float, at: Rendezvous | None = None) ->
     """Start the default process group if there is none, and return whether this call did; collective if it starts one.
 
     Without a rendezvous, rank and world size are read from torchrun's environment variables; if they are not set, this
-    process is the only rank. With CUDA, the group has a CPU backend as well (``cpu:gloo,cuda:nccl``).
+    process is the only rank. With an accelerator, the group has a backend for the CPU as well, such as
+    ``cpu:gloo,cuda:nccl``.
     """
     if dist.is_initialized():
         if at is not None and _joined.get(dist.group.WORLD, (None, None))[0] != at:
@@ -58,15 +60,16 @@ def start_process_group(timeout_minutes: float, at: Rendezvous | None = None) ->
             )
         return False
     _started.set()
-    cuda = torch.cuda.is_available()
+    device_type = accelerator_type()
+    backend = "gloo" if device_type is None else f"cpu:gloo,{device_type}:{collective_backend(device_type)}"
     timeout = timedelta(minutes=timeout_minutes)
-    if cuda and at is None:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if device_type is not None and at is None:
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
     if at is not None:
         store, local = meet(at, timeout)
         rank, size = at.rank, at.world_size
         if local.device is not None:
-            torch.cuda.set_device(local.device)
+            torch.accelerator.set_device_index(local.device)
     elif dist.is_torchelastic_launched() or "WORLD_SIZE" in os.environ:
         missing = [v for v in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if v not in os.environ]
         if missing:
@@ -78,7 +81,6 @@ def start_process_group(timeout_minutes: float, at: Rendezvous | None = None) ->
         store = fresh_store(store, rank, size, timeout)
     else:
         store, rank, size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
     if at is not None:
         _joined[dist.group.WORLD] = at, local
@@ -255,15 +257,16 @@ def group_timeout() -> timedelta | None:
 
 def current_device() -> torch.device:
     """Return the device that this rank computes on: its own accelerator, else the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    device_type = accelerator_type()
+    if device_type is None:
+        return torch.device("cpu")
+    return torch.device(device_type, torch.accelerator.current_device_index())
 
 
 def set_device(device: torch.device) -> None:
     """Make ``device`` the current device of this thread; a new thread starts with the first accelerator."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
 
 
 def control_device() -> torch.device:

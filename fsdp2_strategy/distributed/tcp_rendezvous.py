@@ -27,9 +27,9 @@ from hmac import compare_digest
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from fsdp2_strategy.distributed.accelerator import visible_devices
 from fsdp2_strategy.distributed.rendezvous import SignedStore, fresh_store
 from fsdp2_strategy.distributed.shared_secret import SharedSecret, shared_secret
 from fsdp2_strategy.errors import MeshError, some
@@ -196,9 +196,7 @@ def _proof(secret: SharedSecret, nonce: bytes) -> bytes:
 
 def _exchange(store: SignedStore, rendezvous: Rendezvous) -> list[_Place]:
     """Write this rank's place, and return those of all ranks, in their order."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    devices = [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
-    own = _Place(rendezvous.world_size, _host_id(), devices)
+    own = _Place(rendezvous.world_size, _host_id(), visible_devices())
     store.set(f"place/{rendezvous.rank}", json.dumps(asdict(own)))
     places: list[_Place] = []
     for rank in range(rendezvous.world_size):

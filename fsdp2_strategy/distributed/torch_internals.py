@@ -440,6 +440,13 @@ def sequence_number(group: Any) -> int:
     return 0
 
 
+def collectives_begun(group: Any, device: torch.device) -> int | None:
+    """Return how many collectives a group has begun on a device; None if its backend does not count them."""
+    with contextlib.suppress(RuntimeError):
+        return int(group._get_backend(device)._get_sequence_number_for_group())
+    return None
+
+
 def flight_record() -> bytes | None:
     """Return torch's flight record, for ``torch.distributed.flight_recorder``; None if it is off, empty or missing."""
     internals = torch._C._distributed_c10d
@@ -515,6 +522,9 @@ def schema_of(operator: Any) -> Any:
     return getattr(operator, "_schema", None)
 
 
+DEVICE_MODULES = ("torch.accelerator", "torch.cuda", "torch.xpu", "torch.mps", "torch.mtia")
+"""Modules of torch for types of accelerators."""
+
 # --- modules, optimizers and loaders --------------------------------------------------------------------------------
 
 APPLY = "_apply"
@@ -528,6 +538,9 @@ STATE_OF_FSDP = "__composable_api_state_key"
 INIT_WITHOUT_OPERATIONS = ("_no_grad_trunc_normal_", "dirac_", "orthogonal_", "sparse_")
 """Functions of `torch.nn.init` that have no effect on meta tensors."""
 
+FUSED_ADAM_DEVICES = ("cpu", "cuda", "xpu", "mps")
+"""Types of devices with a kernel for the fused Adam; torch's own list has others, whose packages bring the kernel or
+not."""
 BATCH_NORMS: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._NormBase,)
 CONVOLUTIONS: tuple[type[nn.Module], ...] = (nn.modules.conv._ConvNd,)
 

@@ -16,6 +16,10 @@ keeps a log of the units that it gathers and reduces. It is compared in three wa
    two ranks differ, or all ranks wait in different calls, they close their connections, so that every rank raises:
    [Note: watched logs] in `unit_watcher`.
 
+Of an accelerator, ranks that are ahead have queued collectives that the others never join, so an error of 1. or 2.
+leaves the groups unusable: [Note: groups after a failure] in `unusable_groups`. If a rank fails between the entry and
+its collective, because memory runs out, it adds an entry that no other rank has.
+
 A rank that is slow, because it loads data or compiles, causes no error: its log is a part of the logs of the others,
 and it does not wait in a collective.
 """
@@ -49,6 +53,7 @@ from fsdp2_strategy.distributed.lost_ranks import (
 )
 from fsdp2_strategy.distributed.process_group import control_device, group_in_use, ranks_of
 from fsdp2_strategy.distributed.unit_watcher import PublishedLog, Watcher
+from fsdp2_strategy.distributed.unusable_groups import check_groups, is_asynchronous, mark_unusable
 from fsdp2_strategy.errors import StepError
 
 _LENGTH = 1024
@@ -57,6 +62,7 @@ _MOST_ENTRIES = 50_000
 """From this number on, a digest takes the place of earlier entries, in programs that make no comparison for long."""
 _MOST_PUBLISHED = 2000
 _ENTERED, _REFUSED = 1, 2
+_SECONDS_AFTER_FAILURE = 10.0
 
 Action = Literal["takes an optimizer step", "makes another collective call, or has failed"]
 """What this package's own all-reduces are for, as a predicate of "rank 1"."""
@@ -88,6 +94,8 @@ class UnitLog:
         """Number of entries so far."""
         self._is_inside = False
         """Whether this rank is in the collective of its last entry."""
+        self._failed_at: int | None = None
+        """The place of a failure of this rank that the other ranks may not have reached yet."""
         self._handled = 0
         """Number of entries up to the last error."""
         self._actions = {action: self.register(action, "", lambda: False) for action in get_args(Action)}
@@ -114,6 +122,7 @@ class UnitLog:
         """
         entry = _hash(f"{text}/{key}")
         self._texts[entry] = text
+        self._texts[_failure_of(entry)] = f"has failed where it {text}"
         self._helpers[entry] = help_others
         return entry
 
@@ -124,6 +133,7 @@ class UnitLog:
 
     def begin(self, entry: int, length: int = 0) -> None:
         """Note that this rank begins a collective, which sums ``length`` numbers if it is an `all_reduce`."""
+        check_groups("continue")
         place = self._count
         self._count += 1
         if len(self._entries) == _MOST_ENTRIES:
@@ -132,7 +142,16 @@ class UnitLog:
         self._is_inside = True
         if self._watcher is not None:
             self._watcher.start()
-        if self._board is not None and not self._board.enter(place, entry, length, after=self._handled):
+        if self._board is None:
+            return
+        if self._failed_at is not None:  # the others may find out, before this rank queues another collective
+            self._board.wait_for_all(self._failed_at, _SECONDS_AFTER_FAILURE)
+            self._failed_at = None
+        earlier = self._board.conflict
+        if not self._board.enter(place, entry, length, after=self._handled):
+            if self._handled < earlier <= place and is_asynchronous(self._group()):  # this rank is ahead of others
+                self._is_inside = False
+                self._raise_conflict(earlier - 1)
             self._refuse(place)
 
     def end(self) -> None:
@@ -149,11 +168,23 @@ class UnitLog:
             result = collective()
         except RuntimeError as error:
             self._is_inside = False
+            if is_asynchronous(self._group()) and not getattr(error, "is_agreed", False):
+                self._note_failure(entry)
             if not isinstance(error, StepError) and is_lost_rank(error) and (text := reported_divergence(wait=True)):
                 raise agreed_error(text) from error
             raise
         self.end()
         return result
+
+    def _note_failure(self, entry: int) -> None:
+        """Add an entry for a collective that this rank has failed in, and that the other ranks may have queued."""
+        failed = _failure_of(entry)
+        self._entries.append(failed)
+        if self._board is not None:
+            self._board.enter(self._count, failed, 0, after=self._handled)
+            self._board.refuse(self._count)
+            self._failed_at = self._count
+        self._count += 1
 
     # --- comparison of digests --------------------------------------------------------------------------------------
 
@@ -173,7 +204,7 @@ class UnitLog:
         dist.all_gather_object(texts, self._texts, group=self._group())
         self._texts = {entry: text for of_rank in texts for entry, text in of_rank.items()}
         place = next(i for i in range(max(map(len, logs))) if len({tuple(log[i : i + 1]) for log in logs}) > 1)
-        raise agreed_error(self._message([log[place] if place < len(log) else None for log in logs]))
+        raise self._error(self._message([log[place] if place < len(log) else None for log in logs]))
 
     # --- the board --------------------------------------------------------------------------------------------------
 
@@ -205,7 +236,13 @@ class UnitLog:
         entries = self._board.entries(place)
         self._handled = place + 1
         self._entries = _Entries(self._entries.epoch + 1)
-        raise agreed_error(self._message(entries))
+        raise self._error(self._message(entries))
+
+    def _error(self, text: str) -> StepError:
+        """Return the error of ranks that run different units, after which groups of an accelerator are unusable."""
+        if is_asynchronous(self._group()):
+            mark_unusable(text.removeprefix("cannot continue: ").partition(", expected")[0])
+        return agreed_error(text)
 
     def _message(self, entries: list[int | None]) -> str:
         def text(entry: int | None) -> str:
@@ -296,6 +333,11 @@ def _join(action: OtherAction, group_in_use: ref[Any]) -> bool:
     return True
 
 
+def _failure_of(entry: int) -> int:
+    """Return the entry of a rank that has failed between an entry and its collective."""
+    return _hash(f"failed/{entry}")
+
+
 class _Board:
     """Memory that the ranks of one host share: how far each rank is, and its last entries."""
 
@@ -379,6 +421,10 @@ class _Board:
         numbers[own + 1] = 4 * place + (_ENTERED if is_same else _REFUSED)
         return is_same
 
+    def refuse(self, place: int) -> None:
+        """Write that this rank takes part in no collective at a place."""
+        self._numbers[self._place_of(self._own) + 1] = 4 * place + _REFUSED
+
     def begun(self, place: int) -> tuple[int, int] | None:
         """Return entry and length of a collective at this place that another rank has begun; None if none has."""
         until = time.monotonic() + 5
@@ -392,9 +438,9 @@ class _Board:
                 return self._numbers[other + self._FIELDS + place % _LENGTH], self._numbers[other + 2]
         return None
 
-    def wait_for_all(self, place: int) -> None:
+    def wait_for_all(self, place: int, seconds: float = 2) -> None:
         """Wait a moment for the other ranks, whose entries are parts of the message."""
-        until = time.monotonic() + 2
+        until = time.monotonic() + seconds
         while time.monotonic() < until and None in self.entries(place):
             time.sleep(0.005)
 

@@ -285,7 +285,7 @@ class _HostBuffers:
 
     def take(self, nbytes: int) -> torch.Tensor:
         """Return a buffer of at least ``nbytes`` bytes."""
-        pinned = torch.cuda.is_available()
+        pinned = current_device().type != "cpu"
         size = 1 << (nbytes - 1).bit_length() if pinned else nbytes  # torch rounds pinned memory up to powers of two
         if self._free[size]:
             buffer, copied = self._free[size].pop()
@@ -295,7 +295,7 @@ class _HostBuffers:
 
     def release(self, buffer: torch.Tensor, copied: Any) -> None:
         """Return a buffer to the pool if it is pinned; its next user waits for the event ``copied``."""
-        if torch.cuda.is_available():
+        if current_device().type != "cpu":
             self._free[buffer.numel()].append((buffer, copied))
 
     def clear(self) -> None:
@@ -304,7 +304,7 @@ class _HostBuffers:
             for _, copied in waiting:
                 copied.synchronize()
         self._free.clear()
-        if torch.cuda.is_available():
+        if current_device().type != "cpu":
             free_pinned_memory()
 
 
@@ -319,12 +319,12 @@ class CopyQueue:
 
     def __init__(self) -> None:
         device = current_device()
-        self._stream = _copy_stream(device) if device.type == "cuda" else None
+        self._stream = None if device.type == "cpu" else _copy_stream(device)
         self._to_host = False
 
     def __enter__(self) -> CopyQueue:
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())
+            self._stream.wait_stream(torch.accelerator.current_stream())
         return self
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -340,7 +340,7 @@ class CopyQueue:
             torch._foreach_copy_(targets, sources)
             return
         self._to_host |= any(target.device.type == "cpu" for target in targets)
-        with torch.cuda.stream(self._stream):
+        with self._stream:
             torch._foreach_copy_(targets, sources, non_blocking=True)
 
     def event(self) -> Any:
@@ -353,9 +353,9 @@ class CopyQueue:
         if self._to_host:
             self._stream.synchronize()  # the host will read these values
         else:
-            torch.cuda.current_stream().wait_stream(self._stream)
+            torch.accelerator.current_stream().wait_stream(self._stream)
 
 
 @cache
-def _copy_stream(device: torch.device) -> Any:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+def _copy_stream(device: torch.device) -> torch.Stream:
+    return torch.Stream(device)

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from fsdp2_strategy.config.arguments import check_number
 from fsdp2_strategy.distributed.log import log
-from fsdp2_strategy.distributed.torch_internals import BATCH_NORMS
+from fsdp2_strategy.distributed.torch_internals import BATCH_NORMS, FUSED_ADAM_DEVICES
 from fsdp2_strategy.errors import ArgumentError, OptimizerError, counted, did_you_mean
 from fsdp2_strategy.model.fsdp_state import class_name, reshard
 from fsdp2_strategy.model.names import clean, matches, named_parameters
@@ -34,7 +34,6 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.LocalResponseNorm, *BATCH_N
 
 # Optimizers with operations that DTensor does not support.
 _NO_DTENSOR = (torch.optim.Adafactor, torch.optim.Rprop)
-_FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
 def build_optimizer(
@@ -333,7 +332,7 @@ def _construct(
     if not options.keys() & {"fused", "foreach"} and "foreach" in known:
         is_adam = inspect.isclass(optimizer_cls) and issubclass(optimizer_cls, torch.optim.Adam | torch.optim.AdamW)
         # Only the fused kernels of Adam and AdamW support DTensors.
-        fused = is_adam and all(p.is_floating_point() and p.device.type in _FUSED_DEVICES for p in parameters)
+        fused = is_adam and all(p.is_floating_point() and p.device.type in FUSED_ADAM_DEVICES for p in parameters)
         options = {**options, "fused" if fused else "foreach": True}
     try:
         return optimizer_cls(groups, **options)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2_strategy.distributed.generators import restored_generators
 from fsdp2_strategy.hf.library_internals import (
     set_attention_implementation,
     set_attention_implementations,
@@ -24,8 +25,7 @@ SEED = 0
 def build_tiny(make: Callable[[Any], Any], config: Any, dtype: torch.dtype, *, noise: float = 0.0) -> Any:
     """Build a model for evaluation, and add normal numbers of the standard deviation ``noise`` to its weights."""
     set_experts_implementation(config.get_text_config(), "eager")
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(SEED)
+    with restored_generators(SEED), torch.device("cpu"):
         tiny = make(config).to(dtype).eval()
         if noise:
             add_noise(tiny, noise)

@@ -31,10 +31,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy.config.strategy_config import MixedData
 from fsdp2_strategy.distributed.agreement import all_or_none
-from fsdp2_strategy.distributed.process_group import control_device, group_in_use
+from fsdp2_strategy.distributed.process_group import control_device, current_device, group_in_use
 from fsdp2_strategy.distributed.torch_internals import (
     accumulate_gradient,
     accumulated_gradient,
@@ -218,8 +219,8 @@ class _ZeroImages:
     def _run(self) -> list[torch.Tensor]:
         """Return the features of an image of zeros; the RNG state stays unchanged."""
         inputs = self._inputs()
-        devices = {value.device for value in inputs.values() if value.is_cuda}
-        with torch.random.fork_rng(list(devices)):
+        device = current_device()
+        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
             output: Any = self._encoder.owner.get_image_features(**inputs)  # type: ignore[operator]
         features = getattr(output, "pooler_output", output)
         return [leaf for leaf in tree_leaves(features) if isinstance(leaf, torch.Tensor)]
@@ -228,13 +229,15 @@ class _ZeroImages:
         """Return inputs for the smallest image that the configuration of the vision encoder allows."""
         config: Any = self._encoder.module.config
         first = next(self._encoder.module.parameters())
-        like: dict[str, Any] = {"dtype": first.dtype, "device": first.device}
+        # Shards may be in host memory, but the unit computes on the device.
+        device = current_device() if isinstance(first, DTensor) else first.device
+        like: dict[str, Any] = {"dtype": first.dtype, "device": device}
         channels: Any = getattr(config, "num_channels", None) or getattr(config, "in_channels", 3)
         inputs: dict[str, torch.Tensor] = {}
         if (merge_size := getattr(config, "spatial_merge_size", None)) and hasattr(config, "temporal_patch_size"):
             width = channels * config.temporal_patch_size * config.patch_size**2
             inputs["pixel_values"] = torch.zeros(merge_size**2, width, **like)
-            inputs["image_grid_thw"] = torch.tensor([[1, merge_size, merge_size]], device=first.device)
+            inputs["image_grid_thw"] = torch.tensor([[1, merge_size, merge_size]], device=device)
         elif size := getattr(config, "image_size", None):
             height, width = size if isinstance(size, list | tuple) else (size, size)
             inputs["pixel_values"] = torch.zeros(1, channels, height, width, **like)

@@ -183,7 +183,7 @@ class Bucket:
             self._works = gather_rows(rows, own, route.group)
 
     def wait(self) -> None:
-        """Wait until all rows are gathered; on a CUDA device, only the current stream waits."""
+        """Wait until all rows are gathered; on an accelerator, only the current stream waits."""
         for work in self._works:
             work.wait()
         self._works = ()
@@ -200,7 +200,7 @@ class Bucket:
 
 def gather_rows(rows: torch.Tensor, own: int, group: Any) -> list[dist.Work]:
     """Start to gather the other ranks' rows in place; return the collectives to wait for; collective."""
-    if rows.is_cuda:
+    if rows.device.type != "cpu":
         return [all_gather_single(rows.view(-1), rows[own], group=group, async_op=True)]
     # gloo's all-gather copies through a second buffer and takes three times as long.
     return [dist.broadcast(row, group_src=i, group=group, async_op=True) for i, row in enumerate(rows)]

@@ -114,7 +114,9 @@ class Retained:
 
 def _indices_of_true(mask: torch.Tensor) -> torch.Tensor:
     """Return the indices of the true elements; on a CPU by numpy, which takes a fraction of torch's time."""
-    return mask.nonzero()[:, 0] if mask.is_cuda else torch.from_numpy(np.flatnonzero(mask.numpy()))
+    if mask.device.type != "cpu":
+        return mask.nonzero()[:, 0]
+    return torch.from_numpy(np.flatnonzero(mask.numpy()))
 
 
 def _elements_in(changed: torch.Tensor, old: torch.Tensor, words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -134,8 +134,8 @@ class TransformersEngine(Engine):
         """Move the copy to host memory."""
         self.model.to("cpu")
         self.is_asleep = True
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        if (device := current_device()).type != "cpu":
+            torch.get_device_module(device).empty_cache()
 
     def wake_up(self) -> None:
         """Move the copy back to the device."""

@@ -52,6 +52,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from fsdp2_strategy.distributed.generators import restored_generators
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.torch_internals import (
     base_of,
@@ -506,7 +507,7 @@ def find_bypassed_units(
     handles = [module.register_forward_pre_hook(functools.partial(before, a)) for module, a in around.items()]
     handles += [handle for unit in made for handle in unit.track(None)]
     try:
-        with torch.random.fork_rng(), torch.no_grad():
+        with restored_generators(), torch.no_grad():
             run(root)
     finally:
         for handle in handles:

@@ -57,7 +57,7 @@ def shard_units(
 
     Units of the kind "experts" are sharded on ``expert_view``, a mesh from `expert_mesh`.
     """
-    offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available()) if cpu_offload else OffloadPolicy()
     replicated = _replicate(plan)
     shard = functools.partial(fully_shard, offload_policy=offload, ignored_params=set(replicated))
     of_experts = mesh if expert_view is None else data_parallel_mesh(expert_view)

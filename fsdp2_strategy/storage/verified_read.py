@@ -27,8 +27,9 @@ import torch
 
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.agreement import to_rank_0
+from fsdp2_strategy.distributed.device_order import DeviceOrder
 from fsdp2_strategy.distributed.log import log
-from fsdp2_strategy.distributed.process_group import current_device, is_rank_0, set_device
+from fsdp2_strategy.distributed.process_group import current_device, is_rank_0
 from fsdp2_strategy.distributed.progress import Progress
 from fsdp2_strategy.errors import CheckpointError, DamageError, counted
 from fsdp2_strategy.model.boxes import Box
@@ -301,7 +302,7 @@ class Reader:
                         raise
                     progress.update(read.nbytes)
 
-            with ThreadPoolExecutor(_THREADS, initializer=set_device, initargs=(current_device(),)) as pool:
+            with ThreadPoolExecutor(_THREADS, initializer=DeviceOrder.of_this_thread().enter) as pool:
                 workers = [pool.submit(work) for _ in range(_THREADS)]
             for worker in workers:
                 worker.result()
@@ -439,7 +440,8 @@ class Reader:
         buffer: torch.Tensor | None = getattr(self._scratch, "buffer", None)
         if buffer is None or len(buffer) < nbytes:
             size = max(sizes.BLOCK_BYTES, nbytes)
-            buffer = self._scratch.buffer = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+            pinned = current_device().type != "cpu"
+            buffer = self._scratch.buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
         return buffer[:nbytes]
 
 

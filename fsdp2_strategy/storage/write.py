@@ -25,7 +25,8 @@ from typing import Any
 import torch
 
 from fsdp2_strategy import sizes
-from fsdp2_strategy.distributed.process_group import current_device, rank, set_device, world_size
+from fsdp2_strategy.distributed.device_order import DeviceOrder
+from fsdp2_strategy.distributed.process_group import current_device, rank, world_size
 from fsdp2_strategy.model.boxes import Box
 from fsdp2_strategy.storage.checksums import Block, BlockHash
 from fsdp2_strategy.storage.safetensors_format import Entry, memory_of, write_from
@@ -132,7 +133,7 @@ def _process_queues(work: Callable[[Path, deque[Any]], None], queues: Mapping[Pa
     threads = min(_THREADS, sum(map(len, queues.values())))
     if not threads:
         return
-    with ThreadPoolExecutor(threads, initializer=set_device, initargs=(current_device(),)) as pool:
+    with ThreadPoolExecutor(threads, initializer=DeviceOrder.of_this_thread().enter) as pool:
         workers = [pool.submit(take_files) for _ in range(threads)]
         try:
             wait(workers, return_when=FIRST_EXCEPTION)
@@ -249,7 +250,7 @@ def _write_rows(fd: int, run: _Run, scratch: threading.local, digest: BlockHash 
 def _buffer(scratch: threading.local) -> torch.Tensor:
     buffer: torch.Tensor | None = getattr(scratch, "buffer", None)
     if buffer is None:
-        pinned = torch.cuda.is_available()
+        pinned = current_device().type != "cpu"
         buffer = scratch.buffer = torch.empty(sizes.BLOCK_BYTES, dtype=torch.uint8, pin_memory=pinned)
     return buffer
 

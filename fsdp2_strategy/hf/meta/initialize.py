@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from fsdp2_strategy.distributed.agreement import all_or_none, from_rank_0
+from fsdp2_strategy.distributed.generators import drawing_from, torch_states
 from fsdp2_strategy.distributed.torch_internals import (
     local_of,
     storage_address,
@@ -41,8 +42,6 @@ from fsdp2_strategy.hf.meta.recorded_init import (
     RecordedTensor,
     Recording,
     are_equal,
-    drawing_from,
-    random_states,
     recorded_tensor,
     view_like,
     written_arguments,
@@ -193,7 +192,7 @@ def _run_reset_parameters(model: nn.Module, empty: Sequence[TensorWithoutValues]
 @contextmanager
 def _random_states_of_rank_0(device: torch.device) -> Iterator[None]:
     """Use rank 0's random states on every rank; afterwards, restore the states of ranks that had others."""
-    own = random_states(device)
+    own = torch_states(device)
     shared = from_rank_0(own)
     with drawing_from(None if are_equal(own, shared) else shared, device):
         yield

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp2_strategy.distributed.torch_internals import STATE_OF_FSDP
+from fsdp2_strategy.distributed.torch_internals import DEVICE_MODULES, STATE_OF_FSDP
 from fsdp2_strategy.model.placeholders import is_computed, is_offloaded_tensor
 from fsdp2_strategy.model.state import ATTACHED
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
-_LIBRARIES = ("fsdp2_strategy", "torch.distributed", "torch.fx", "torch.autograd", "torch.utils", "torch.cuda")
+_LIBRARIES = ("fsdp2_strategy", "torch.distributed", "torch.fx", "torch.autograd", "torch.utils", *DEVICE_MODULES)
 """Packages whose objects hold no tensors of a constructor, but may refer to many others."""
 _SCALARS = (str, bytes, bytearray, int, float, complex, bool, types.NoneType)
 _WITHOUT_TENSORS = (*_SCALARS, type, types.ModuleType, types.CodeType)

@@ -37,6 +37,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from fsdp2_strategy.distributed.generators import drawing_from, torch_states
 from fsdp2_strategy.distributed.torch_internals import (
     INIT_WITHOUT_OPERATIONS,
     TorchDispatchMode,
@@ -101,38 +102,21 @@ class _Operation:
 
     def run(self, args: Any, kwargs: Any, device: torch.device) -> list[Any]:
         """Run the operation with the default dtype of the recording; a second run draws the same random numbers."""
-        default, before = torch.get_default_dtype(), random_states(device)
+        default, before = torch.get_default_dtype(), torch_states(device)
         torch.set_default_dtype(self.default_dtype)
         try:
             with drawing_from(self.random_states, device):
                 results = tree_leaves(self.function(*args, **kwargs))
         finally:
             torch.set_default_dtype(default)
-        if not (self.sets_random_state or self.random_states or are_equal(before, random_states(device))):
+        if not (self.sets_random_state or self.random_states or are_equal(before, torch_states(device))):
             self.random_states = before
         return results
-
-
-def random_states(device: torch.device) -> list[torch.Tensor]:
-    """Return the random state of the CPU and, if ``device`` is a CUDA device, that of the device."""
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
 def are_equal(states: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     """Return whether random states are the same."""
     return all(map(torch.equal, states, others))
-
-
-@contextmanager
-def drawing_from(states: list[torch.Tensor] | None, device: torch.device) -> Iterator[None]:
-    """Set these random states inside the block, and restore the previous ones after it; a no-op for None."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices, enabled=states is not None):
-        if states is not None:
-            torch.set_rng_state(states[0])
-            for each in devices:
-                torch.cuda.set_rng_state(states[1], each)
-        yield
 
 
 class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]

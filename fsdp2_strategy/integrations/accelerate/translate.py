@@ -15,9 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fsdp2_strategy.config.aliases import read_mapping
+from fsdp2_strategy.distributed.accelerator import accelerator_type
 from fsdp2_strategy.distributed.log import log, show_log
 from fsdp2_strategy.errors import ConfigError
 from fsdp2_strategy.integrations.accelerate import key_table as table
@@ -31,9 +30,9 @@ def fields_of(path: str | Path) -> dict[str, Any]:
         settings = {name: value for name, value in _flatten(read_mapping(path)).items() if value is not None}
         ignored = _ignored(settings)
         used = {name: _read(name, value) for name, value in settings.items() if name not in ignored}
-        if used.get("use_cpu") and torch.cuda.is_available():
+        if used.get("use_cpu") and (device := accelerator_type()):
             raise _InvalidError(
-                f"use_cpu is True, but there is a CUDA device, expected False. {table.KEYS['use_cpu'].fix}"
+                f"use_cpu is True, but there is an accelerator ({device}), expected False. {table.KEYS['use_cpu'].fix}"
             )
         fields = {key.sets: used[name] for name, key in table.KEYS.items() if key.sets and name in used}
         precision = used.get("mixed_precision", "FP16" if used.get("fp16") else "NO")

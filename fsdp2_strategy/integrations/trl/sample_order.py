@@ -23,8 +23,9 @@ import torch
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher
 from torch.utils.data import BatchSampler, IterableDataset, Sampler
 
-from fsdp2_strategy.checkpoint.random_state import host_generators, load_rng, rng_content, set_host_generators
+from fsdp2_strategy.checkpoint.random_state import load_rng, rng_content
 from fsdp2_strategy.distributed.agreement import from_rank_0
+from fsdp2_strategy.distributed.generators import host_states, set_host_states
 
 _END = object()
 
@@ -93,15 +94,15 @@ class SampleOrder:
         inside, batches = self._begin_epoch(sampler, is_on_all_ranks), iterate()
         is_first = True
         while True:
-            outside, before = host_generators(), inside
-            set_host_generators(inside)
+            outside, before = host_states(), inside
+            set_host_states(inside)
             try:
                 batch = next(batches, _END)
-                inside = host_generators()
+                inside = host_states()
                 if is_first and _are_equal(outside, before):
                     outside = inside  # as without this class: most samplers draw a whole epoch at its start
             finally:
-                set_host_generators(outside)
+                set_host_states(outside)
             self._has_drawn, is_first = self._has_drawn or not _are_equal(inside, before), False
             if batch is _END:
                 return
@@ -121,7 +122,7 @@ class SampleOrder:
         for generator, text in zip(own, start["own"], strict=False):
             generator.set_state(torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8))
         load_rng(base64.b64decode(start["process"]))
-        states = host_generators()
+        states = host_states()
         load_rng(of_process)
         return states
 

@@ -24,8 +24,11 @@ from fsdp2_strategy.optim.zero_grad import discard_gradients
 from fsdp2_strategy.rollout.stream import stream_adapter, stream_weights
 from fsdp2_strategy.strategy import FSDPV2Strategy
 
+_DEVICES = sorted({"cpu", "cuda", verl.get_device_name()})
+"""Keys of verl's registry, which it looks up by the name of the device."""
 
-@verl.EngineRegistry.register(model_type="language_model", backend=settings.BACKEND, device=["cuda", "cpu"])
+
+@verl.EngineRegistry.register(model_type="language_model", backend=settings.BACKEND, device=_DEVICES)
 class StrategyEngine(verl.FSDPEngineWithLMHead):  # type: ignore[misc]
     """verl's engine of language models, on a `FSDPV2Strategy`; verl's registry constructs it on every rank.
 

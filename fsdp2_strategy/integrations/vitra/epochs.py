@@ -26,8 +26,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from fsdp2_strategy.checkpoint import Loader
-from fsdp2_strategy.checkpoint.random_state import derive_seed, forked_rng, load_rng, rng_content
+from fsdp2_strategy.checkpoint.random_state import derive_seed, load_rng, rng_content
 from fsdp2_strategy.distributed.agreement import all_or_none, any_rank
+from fsdp2_strategy.distributed.generators import restored_generators
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.process_group import rank, world_size
 from fsdp2_strategy.distributed.torch_internals import forget_workers
@@ -124,7 +125,7 @@ class Epochs:
         for source in sources:
             if callable(set_epoch := getattr(source, "set_epoch", None)) and source not in positioned:
                 set_epoch(epoch)
-        with forked_rng(derive_seed(self._seed, rank(), epoch)):
+        with restored_generators(derive_seed(self._seed, rank(), epoch)):
             if self.kind == "count":
                 self._seed_generators(epoch)
                 if getattr(self._loader, "persistent_workers", False):

@@ -94,8 +94,8 @@ class VLAFSDPStrategy(VLASettings, TrainingStrategy):
                 reduce_in_full_precision=self.reduce_in_full_precision,
             ),
         )
-        if torch.cuda.is_available() and self.device_id is not None:
-            torch.cuda.set_device(self.device_id)
+        if torch.accelerator.is_available() and self.device_id is not None:
+            torch.accelerator.set_device_index(self.device_id)
         self.grad_accumulation_steps = self.accumulated_gradient
         for name, value in (
             ("batch_size", self.per_device_batch_size),

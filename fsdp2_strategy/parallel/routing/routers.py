@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from fsdp2_strategy.distributed.generators import restored_generators
 from fsdp2_strategy.model.fsdp_state import class_name
 from fsdp2_strategy.parallel.routing.passes import TOPK, RouterKind, topk_arguments
 from fsdp2_strategy.parallel.tiny_config import ORDINARY_TOKENS
@@ -77,7 +78,7 @@ def _observe(tiny: Any, length: int) -> _Log:
     log = _Log()
     handles = [module.register_forward_pre_hook(log.enter) for module in tiny.modules()]
     handles += [module.register_forward_hook(log.leave) for module in tiny.modules()]
-    with log, torch.no_grad(), torch.random.fork_rng([]):
+    with log, torch.no_grad(), restored_generators():
         tiny(input_ids=tiny_batch(tiny, length), use_cache=False)
     for handle in handles:
         handle.remove()

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from fsdp2_strategy.distributed.device_order import DeviceOrder
 from fsdp2_strategy.distributed.torch_internals import all_gather_single, reduce_scatter_single
 
 T = TypeVar("T")
@@ -98,7 +99,7 @@ def run_in_threads(count: int, work: Callable[[SequenceRanks], T]) -> list[T]:
             barrier.abort()
             raise
 
-    with ThreadPoolExecutor(count) as threads:
+    with ThreadPoolExecutor(count, initializer=DeviceOrder.of_this_thread().enter) as threads:
         runs = [threads.submit(run, rank) for rank in range(count)]
     raised = [failure for failure in (each.exception() for each in runs) if failure is not None]
     for failure in sorted(raised, key=lambda failure: isinstance(failure, threading.BrokenBarrierError)):

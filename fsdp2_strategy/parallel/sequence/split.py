@@ -7,8 +7,8 @@ computes this rank's part; otherwise it computes full sequences, as before.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from contextvars import Token
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2_strategy.distributed.generators import seed_torch, set_torch_states, torch_states
+from fsdp2_strategy.distributed.process_group import current_device
 from fsdp2_strategy.errors import SequenceError
 from fsdp2_strategy.hf.library_internals import (
     attention_implementation,
@@ -228,11 +230,11 @@ def _own_dropout(model: nn.Module) -> AtBegin:
     def reseed(shard: SequenceShard, _kwargs: Arguments) -> Callable[[], None] | None:
         if not model.training or not (any(settings) or any(module.p for module in modules)):
             return None
-        seed = int(torch.randint(2**62, ()))
-        own = ExitStack()
-        own.enter_context(torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []))
-        torch.manual_seed(seed + shard.ranks.rank)
-        return own.close
+        seed = int(torch.randint(2**62, (), device="cpu"))
+        device = current_device()
+        common = torch_states(device)
+        seed_torch(seed + shard.ranks.rank)
+        return functools.partial(set_torch_states, common, device)
 
     return reseed
 

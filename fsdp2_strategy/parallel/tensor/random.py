@@ -20,8 +20,8 @@ from itertools import takewhile
 import torch
 from torch import nn
 
+from fsdp2_strategy.distributed.generators import seed_torch, set_torch_states, torch_states
 from fsdp2_strategy.distributed.process_group import current_device
-from fsdp2_strategy.hf.meta.recorded_init import random_states
 from fsdp2_strategy.parallel.tensor.plan import TensorPlan
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -132,37 +132,29 @@ class _Region:
             return
         device = current_device()
         if self.own is not None:
-            self.common = random_states(device)
-            _set_states(self.own, device)
+            self.common = torch_states(device)
+            set_torch_states(self.own, device)
             self.own = None
             return
         seed = int(torch.randint(2**62, (), device="cpu")) + self.rank
-        self.common = random_states(device)
-        torch.default_generator.manual_seed(seed)
-        if device.type == "cuda":
-            torch.cuda.manual_seed(seed)
+        self.common = torch_states(device)
+        seed_torch(seed)
 
     def end(self, *_: object) -> None:
         """Use the common random numbers, and forget those of this rank."""
         if self.common is not None:
-            _set_states(self.common, current_device())
+            set_torch_states(self.common, current_device())
         self.common = self.own = None
 
     def pause(self, *_: object) -> None:
         """Use the common random numbers until `resume` or `begin`."""
         if self.common is not None:
             device = current_device()
-            self.own = random_states(device)
-            _set_states(self.common, device)
+            self.own = torch_states(device)
+            set_torch_states(self.common, device)
             self.common = None
 
     def resume(self, module: nn.Module, *_: object) -> None:
         """Undo `pause`."""
         if self.own is not None:
             self.begin(module)
-
-
-def _set_states(states: list[torch.Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)
