@@ -153,7 +153,7 @@ def end_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _variant_of_test(request: pytest.FixtureRequest) -> Iterator[None]:
     """Shrink the sizes for tests that run so, here and on the ranks of the pool; build the simulated accelerator."""
-    variant = getattr(request, "param", "real")
+    variant = _variant(request.node)
     if variant == "simulated" and (reason := simulated_accelerator.missing()):
         pytest.skip(reason)
     pool = request.config.stash[_POOL]

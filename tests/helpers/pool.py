@@ -174,7 +174,7 @@ def _serve(pipe: Connection, rank: int, folder: Path, is_simulated: bool) -> Non
                 modules[job.file] = _import(job.file)
             torch.manual_seed(0)
             if is_simulated:
-                simulated_accelerator.reports()
+                simulated_accelerator.reset()
             _call(getattr(modules[job.file], job.function), job)
             if is_simulated:
                 simulated_accelerator.check()

@@ -1,4 +1,4 @@
-"""Tests that run a second time on the simulated accelerator."""
+"""Tests that run on the simulated accelerator."""
 
 from __future__ import annotations
 
@@ -9,3 +9,4 @@ FILES = tuple(os.environ.get("SIMFILES", "").split())
 
 def runs_simulated(file: str, test: str) -> bool:
     return file in FILES
+

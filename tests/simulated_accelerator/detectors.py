@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+
 from simulated_accelerator.loading import library
 
 
@@ -24,6 +26,12 @@ class Counters:
 def reports() -> list[str]:
     """Return what was reported since the last call, each with the stack of the call that found it."""
     return library().take_reports()
+
+
+def reset() -> None:
+    """Wait for the device, and forget what was reported: a new test begins."""
+    torch.accelerator.synchronize()
+    reports()
 
 
 def check() -> None:

@@ -183,6 +183,15 @@ void Collectives::meet_on(c10::DeviceIndex device) {
   }
 }
 
+// Collectives of a group run one after the other, so that one may take the output of another without a wait.
+bool Collectives::uses_output_in_flight(const Request& request) {
+  Lock lock(state());
+  for (const auto* tensors : {&request.inputs, &request.outputs})
+    for (const auto& tensor : *tensors)
+      if (in_flight_->count(tensor.storage().data())) return true;
+  return false;
+}
+
 Collectives::Work Collectives::launch(const Request& request, const std::function<Launched(Tensors&)>& start) {
   ReportScope scope;
   const auto& first = request.inputs.empty() ? request.outputs : request.inputs;
@@ -193,7 +202,8 @@ Collectives::Work Collectives::launch(const Request& request, const std::functio
   const auto current = current_timeline(device);
   const auto timeline = request.is_async ? own : current;
   order_after(timeline, clock_of(current));
-  carry_out_before(timeline);
+  carry_out_before(current);
+  if (uses_output_in_flight(request)) carry_out_before(timeline);
   const auto name = std::string(BACKEND_NAME) + " " + request.name;
   Tensors copies;
   for (const auto& input : request.inputs) {
@@ -204,7 +214,11 @@ Collectives::Work Collectives::launch(const Request& request, const std::functio
   auto started = start(copies);
   for (const auto& output : request.outputs) poison(on_host(output));
   const auto time = simulated::launch(timeline);
-  enqueue(timeline, time, false, [started, request] {
+  {
+    Lock lock(state());
+    for (const auto& output : request.outputs) in_flight_->insert(output.storage().data());
+  }
+  enqueue(timeline, time, false, [started, request, in_flight = in_flight_] {
     c10::impl::ExcludeDispatchKeyGuard below_autograd(c10::autograd_dispatch_keyset);
     started.work->wait();
     for (size_t i = 0; i < request.outputs.size(); i++) {
@@ -212,6 +226,8 @@ Collectives::Work Collectives::launch(const Request& request, const std::functio
       auto values = started.values[i].view(output.scalar_type()).view(output.sizes());
       on_host(output).copy_(started.factor == 1 ? values : values * started.factor);
     }
+    Lock lock(state());
+    for (const auto& output : request.outputs) in_flight->erase(in_flight->find(output.storage().data()));
   });
   auto work = c10::make_intrusive<Launch>(getRank(), request.type, device, request.outputs, started.work);
   work->clock = clock_of(timeline);

@@ -3,6 +3,9 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <memory>
+#include <set>
+
 #include "timelines.h"
 
 namespace simulated {
@@ -57,6 +60,7 @@ class Collectives final : public c10d::Backend {
     double factor = 1;  // of the values, for a mean
   };
   Work launch(const Request& request, const std::function<Launched(Tensors&)>& start);
+  bool uses_output_in_flight(const Request& request);
   Timeline stream_on(c10::DeviceIndex device);
   void meet_on(c10::DeviceIndex device);
 
@@ -64,6 +68,7 @@ class Collectives final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Store> store_;
   c10::intrusive_ptr<c10d::Backend::Options> options_;
   std::map<c10::DeviceIndex, Timeline> streams_;
+  std::shared_ptr<std::multiset<const void*>> in_flight_ = std::make_shared<std::multiset<const void*>>();
 };
 
 }  // namespace simulated
