@@ -18,6 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -25,7 +26,7 @@ import simulated_accelerator
 
 from helpers.pool import RankPool
 from helpers.shrunk import FILES, SHRUNK
-from helpers.simulated import runs_simulated
+from helpers.simulated import CORE, runs_simulated
 
 from fsdp2_strategy import sizes
 
@@ -62,7 +63,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     A change of the number costs a new process group; more than a file in a group leaves workers without work.
     """
     items[:] = [item for item in items if not (_is_shrunk(item) and item.get_closest_marker("real_sizes"))]
-    items[:] = [item for item in items if not (_variant(item) == "simulated" and _repeats(item))]
+    seen: set[tuple[Path, str]] = set()
+    items[:] = [item for item in items if _variant(item) != "simulated" or not _repeats(item, seen)]
     items.sort(key=lambda item: (_variant(item), _world_size(item)))
     _leave_to_sweep(items)
     for item in items:
@@ -91,18 +93,26 @@ def _leave_to_sweep(items: list[pytest.Item]) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Let tests of what has sizes run with small ones, too, and core tests on the simulated accelerator."""
     file, test = metafunc.definition.path.name, metafunc.definition.name
-    variants = [pytest.param("real", id=pytest.HIDDEN_PARAM)]
+    absent = "no accelerator" if file == "test_gpu.py" and not torch.accelerator.is_available() else ""
+    absent_mark = [pytest.mark.skip(reason=absent)] if absent else []
+    variants = [pytest.param("real", id=pytest.HIDDEN_PARAM, marks=absent_mark)]
     if file in FILES:
         variants.append(pytest.param("shrunk", marks=[pytest.mark.full, pytest.mark.shrunk]))
     if runs_simulated(file, test) and metafunc.definition.get_closest_marker("ranks"):
-        variants.append(pytest.param("simulated", marks=[pytest.mark.full, pytest.mark.simulated]))
+        full = [] if test in CORE else [pytest.mark.full]
+        variants.append(pytest.param("simulated", marks=[*full, pytest.mark.each, pytest.mark.simulated]))
     if len(variants) > 1:
         metafunc.parametrize("_variant_of_test", variants, indirect=True)
 
 
-def _repeats(item: pytest.Item) -> bool:
-    """Return whether a case repeats a promise elsewhere than on the simulated accelerator."""
-    return len([*item.iter_markers("full")]) > 1 or any(map(item.get_closest_marker, ("sweep", "soak", "big")))
+def _repeats(item: pytest.Item, seen: set[tuple[Path, str]]) -> bool:
+    """Return whether a case on the simulated accelerator repeats a promise: of each test there, one case runs."""
+    if "simulated" not in getattr(getattr(item, "callspec", None), "params", {}).values():
+        return False  # a test of the device itself
+    test = item.path, getattr(item, "originalname", item.name)
+    is_repeated = (test in seen and item.path.name != "test_gpu.py") or len([*item.iter_markers("full")]) > 1
+    seen.add(test)
+    return is_repeated or any(map(item.get_closest_marker, ("sweep", "soak", "big")))
 
 
 def _variant(item: pytest.Item) -> str:
