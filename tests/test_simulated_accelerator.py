@@ -293,7 +293,13 @@ def test_syncs_and_blocking_copies_are_counted():
         value.sum()
         value[torch.tensor([1, 2])]
     assert (none.syncs, none.blocking_to_host, none.blocking_to_device) == (0, 0, 1)  # the indices
-    for blocking in (lambda: value.cpu(), lambda: value.sum().item(), value.nonzero, lambda: value[value > 0], value.unique):
+    for blocking in (
+        lambda: value.cpu(),
+        lambda: value.sum().item(),
+        value.nonzero,
+        lambda: value[value > 0],
+        value.unique,
+    ):
         with simulated_accelerator.counted() as one:
             blocking()
         assert one.blocking_to_host >= 1, blocking
@@ -488,5 +494,7 @@ def test_processes_of_its_environment_load_it_when_they_import_torch():
 
     script = "import torch; print(torch.accelerator.current_accelerator(), torch.accelerator.device_count())"
     environment = simulated_accelerator.environment(devices=3)
-    process = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    process = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
     assert process.stdout.split() == ["sim", "3"]

@@ -59,7 +59,5 @@ def _build(target: Path) -> None:
         # torch's headers take most of the time: they are read once, by one file that includes all sources.
         together = Path(folder) / "together.cpp"
         together.write_text("".join(f'#include "{path}"\n' for path in sorted(SOURCES.glob("*.cpp"))))
-        cpp_extension.load(
-            NAME, [str(together)], extra_cflags=FLAGS, build_directory=folder, is_python_module=False
-        )
+        cpp_extension.load(NAME, [str(together)], extra_cflags=FLAGS, build_directory=folder, is_python_module=False)
         (Path(folder) / f"{NAME}.so").replace(target)
