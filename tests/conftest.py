@@ -23,7 +23,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 import simulated_accelerator
-
 from helpers.pool import RankPool
 from helpers.shrunk import FILES, SHRUNK
 from helpers.simulated import CORE, runs_simulated

@@ -294,7 +294,7 @@ def test_syncs_and_blocking_copies_are_counted():
         value[torch.tensor([1, 2])]
     assert (none.syncs, none.blocking_to_host, none.blocking_to_device) == (0, 0, 1)  # the indices
     for blocking in (
-        lambda: value.cpu(),
+        value.cpu,
         lambda: value.sum().item(),
         value.nonzero,
         lambda: value[value > 0],

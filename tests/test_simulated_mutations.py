@@ -1,8 +1,8 @@
 """Mistakes in the package and in torch's FSDP2 that the simulated accelerator must see: waits that are missing.
 
 Each row of MUTATIONS changes one line while a scenario runs on two ranks. It is caught if a detector reports something
-(race), if the scenario computes other values than without the change (values), or if it raises (error). Rows of NOT_SEEN
-are not caught, and say why.
+(race), if the scenario computes other values than without the change (values), or if it raises (error). Rows of
+NOT_SEEN are not caught, and say why.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from contextlib import ExitStack
 import pytest
 import simulated_accelerator
 import torch
-import torch.distributed as dist
-from helpers.models import batch_of, build, device, loss_of
+from helpers.models import device
 from helpers.mutations import mutated
 from helpers.training import prepared, strategy_for, train
 from torch import nn
@@ -154,13 +153,18 @@ ORDER = "fsdp2_strategy.distributed.device_order:DeviceOrder.enter"
 MUTATIONS = {
     # torch's FSDP2
     "all-gather: kernels do not wait": (
-        f"{COLLECTIVES}:foreach_all_gather_copy_out", "current_stream().wait_event(all_gather_event)", "current_stream()", training),
+        f"{COLLECTIVES}:foreach_all_gather_copy_out", "current_stream().wait_event(all_gather_event)",
+        "current_stream()",
+        training),
     "all-gather: does not wait for the copy-in": (
-        f"{COLLECTIVES}:foreach_all_gather", "all_gather_stream.wait_stream(all_gather_copy_in_stream)", "pass", training),
+        f"{COLLECTIVES}:foreach_all_gather", "all_gather_stream.wait_stream(all_gather_copy_in_stream)", "pass",
+        training),
     "all-gather: on the current stream": (
         f"{COLLECTIVES}:foreach_all_gather", "with device_handle.stream(all_gather_stream):", "if True:", training),
     "all-gather: the event is recorded on the wrong stream": (
-        f"{COLLECTIVES}:foreach_all_gather", "all_gather_stream.record_event()", "device_handle.Stream().record_event()", training),
+        f"{COLLECTIVES}:foreach_all_gather", "all_gather_stream.record_event()",
+        "device_handle.Stream().record_event()",
+        training),
     "all-gather: streams do not wait for the optimizer": (
         f"{STATE}:FSDPState._root_pre_forward", "_stream.wait_stream(current_stream)", "_stream", training),
     "all-gather: the next one does not wait for the copy-out": (
@@ -168,20 +172,23 @@ MUTATIONS = {
     "reduce-scatter: does not wait for the copy-in": (
         f"{COLLECTIVES}:foreach_reduce", "reduce_scatter_stream.wait_stream(current_stream)", "pass", training),
     "reduce-scatter: the optimizer does not wait for its last kernels": (
-        f"{GROUP}:FSDPParamGroup.finalize_backward", "self.device_handle.current_stream().wait_event(event)", "pass", plain_training),
+        f"{GROUP}:FSDPParamGroup.finalize_backward", "self.device_handle.current_stream().wait_event(event)", "pass",
+        plain_training),
     "reduce-scatter: the optimizer waits for neither of its events": (
         [(f"{GROUP}:FSDPParamGroup.finalize_backward", "self.device_handle.current_stream().wait_event(event)", "pass"),
          (f"{STATE}:FSDPState._root_post_backward_final_callback", ".wait_event(rs_state.event)", "")], plain_training),
     "all-reduce of replicas: does not wait for the reduce-scatter": (
         f"{COLLECTIVES}:foreach_reduce", "all_reduce_stream.wait_stream(reduce_scatter_stream)", "pass", replicated),
     "gradients in host memory: the host does not wait": (
-        f"{GROUP}:FSDPParamGroup.finalize_backward", "fsdp_param.grad_offload_event.synchronize()", "pass", in_host_memory),
+        f"{GROUP}:FSDPParamGroup.finalize_backward", "fsdp_param.grad_offload_event.synchronize()", "pass",
+        in_host_memory),
     # the package
     "offload: copies do not wait for kernels": (
         f"{QUEUE}.__enter__", "self._stream.wait_stream(torch.accelerator.current_stream())", "pass", offloading),
     "offload: the host does not wait": (f"{QUEUE}.__exit__", "self._stream.synchronize()", "pass", offloading),
     "offload: the host waits for another stream": (
-        f"{QUEUE}.__exit__", "self._stream.synchronize()", "torch.accelerator.current_stream().synchronize()", offloading),
+        f"{QUEUE}.__exit__", "self._stream.synchronize()", "torch.accelerator.current_stream().synchronize()",
+        offloading),
     "reload: kernels do not wait": (
         f"{QUEUE}.__exit__", "torch.accelerator.current_stream().wait_stream(self._stream)", "pass", offloading),
     "save: a block is written before its copy has arrived": (
@@ -192,9 +199,11 @@ MUTATIONS = {
         f"{RANDOM}:set_accelerator_state", "device_module(device_type).set_rng_state(state)", "pass", drawing),
     "random numbers: a block does not draw from the states that it is given": (
         f"{RANDOM}:set_torch_states", "device_module(device.type).set_rng_state(states[1], device)", "pass", drawing),
-    "offload: a pinned buffer is taken before it was read": (f"{BUFFERS}.take", "copied.synchronize()", "pass", offloading),
+    "offload: a pinned buffer is taken before it was read": (
+        f"{BUFFERS}.take", "copied.synchronize()", "pass", offloading),
     "save in the background: copies do not wait for kernels": (
-        f"{QUEUE}.__enter__", "self._stream.wait_stream(torch.accelerator.current_stream())", "pass", saving_in_the_background),
+        f"{QUEUE}.__enter__", "self._stream.wait_stream(torch.accelerator.current_stream())", "pass",
+        saving_in_the_background),
     "save in the background: the host does not wait": (
         f"{QUEUE}.__exit__", "self._stream.synchronize()", "pass", saving_in_the_background),
     "save: threads copy on the default stream": (ORDER, "self.stream is not None", "False", saving),
@@ -202,7 +211,8 @@ MUTATIONS = {
     "stream: does not wait for the gather": (f"{STREAM}.bucket:Bucket.wait", "work.wait()", "pass", streaming),
     "stream: rows are written on another stream": (
         f"{STREAM}.bucket:Bucket.start", "part.write(rows[own, self._slices[name]])",
-        "torch.accelerator.set_stream(torch.Stream(rows.device)); part.write(rows[own, self._slices[name]])", streaming),
+        "torch.accelerator.set_stream(torch.Stream(rows.device)); part.write(rows[own, self._slices[name]])",
+        streaming),
 }  # fmt: skip
 
 NOT_SEEN = {

@@ -254,7 +254,7 @@ class Residual(nn.Module):
 def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Cross entropy in at least fp32; transformers' own losses are fp32 also where the model is float64."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten().to(logits.device))
 
 
 def _lm_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:

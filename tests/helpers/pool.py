@@ -19,7 +19,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -143,10 +143,7 @@ def _serve(pipe: Connection, rank: int, folder: Path, is_simulated: bool) -> Non
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    if is_simulated:
-        simulated_accelerator.load(devices=SIMULATED_DEVICES)
-    if torch.accelerator.is_available():
-        torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
+    _choose_device(rank, is_simulated)
     gc.freeze()
     # A data loader's workers are children of this process, and forked, as in a process of one's own.
     mp.current_process()._config["daemon"] = False
@@ -173,15 +170,21 @@ def _serve(pipe: Connection, rank: int, folder: Path, is_simulated: bool) -> Non
             if job.file not in modules:
                 modules[job.file] = _import(job.file)
             torch.manual_seed(0)
-            if is_simulated:
-                simulated_accelerator.reset()
-            _call(getattr(modules[job.file], job.function), job)
-            if is_simulated:
-                simulated_accelerator.check()
+            with simulated_accelerator.watched() if is_simulated else nullcontext():
+                _call(getattr(modules[job.file], job.function), job)
             verdict = ""
         except BaseException:  # noqa: BLE001  the test's verdict, whatever it is
             verdict = traceback.format_exc()
         pipe.send(verdict)
+
+
+def _choose_device(rank: int, is_simulated: bool) -> None:
+    import torch
+
+    if is_simulated:
+        simulated_accelerator.load(devices=SIMULATED_DEVICES)
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
 
 
 def _backend() -> str:

@@ -32,7 +32,7 @@ copy from pageable memory does not order anything here, though CUDA's waits for 
 and does not run out.
 """
 
-from simulated_accelerator.detectors import Counters, check, counted, reports, reset, without_detectors
+from simulated_accelerator.detectors import Counters, check, counted, reports, reset, watched, without_detectors
 from simulated_accelerator.loading import environment, is_loaded, load, missing
 
 __all__ = [
@@ -45,5 +45,6 @@ __all__ = [
     "missing",
     "reports",
     "reset",
+    "watched",
     "without_detectors",
 ]

@@ -42,6 +42,14 @@ def check() -> None:
 
 
 @contextmanager
+def watched() -> Iterator[None]:
+    """Raise at the end of the block if anything was reported within it."""
+    reset()
+    yield
+    check()
+
+
+@contextmanager
 def counted() -> Iterator[Counters]:
     """Count how often the host waits for the device within the block."""
     counters = Counters()

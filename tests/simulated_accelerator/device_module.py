@@ -53,7 +53,7 @@ def set_device(device: Given) -> None:
     library().set_device(_device(device).index)
 
 
-class device(ContextDecorator):  # noqa: N801  the name that torch gives it
+class device(ContextDecorator):
     """Make a device the current one within a block."""
 
     def __init__(self, device: Given) -> None:
@@ -97,7 +97,7 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
     return [torch.float16, torch.bfloat16]
 
 
-def is_bf16_supported(including_emulation: bool = True) -> bool:  # noqa: ARG001
+def is_bf16_supported(including_emulation: bool = True) -> bool:
     return True
 
 
@@ -128,11 +128,11 @@ def set_rng_state(state: torch.Tensor, device: Given = None) -> None:
 # --- streams and events -----------------------------------------------------------------------------------------------
 
 
-def Stream(device: Given = None, priority: int = 0, **_: Any) -> torch.Stream:  # noqa: N802
+def Stream(device: Given = None, priority: int = 0, **_: Any) -> torch.Stream:
     return torch.Stream(_device(device), priority=priority)
 
 
-def Event(enable_timing: bool = False, **_: Any) -> torch.Event:  # noqa: N802
+def Event(enable_timing: bool = False, **_: Any) -> torch.Event:
     return torch.Event(TYPE, enable_timing=enable_timing)
 
 
