@@ -120,7 +120,7 @@ class State:
 def prepare_bare(state: State) -> None:
     """Plan the calls of the bare contestant, outside of the timed part."""
     tensors = list(state.tensors().values())
-    if torch.cuda.is_available() and not state.host:
+    if torch.accelerator.is_available() and not state.host:
         state.host = [harness.pinned(*tensor.shape, dtype=tensor.dtype) for tensor in tensors]
     state.bare_calls = bare.calls_of(state.host or tensors)
 

@@ -94,7 +94,7 @@ def matmul_tflops(size: int, repeats: int = 50) -> float | None:
 
     turns = [timed(multiply) for _ in range(4)][1:]
     rate = repeats * 2 * size**3 / min(turn.seconds for turn in turns) / 1e12
-    return rate if torch.cuda.is_available() else None
+    return rate if torch.accelerator.is_available() else None
 
 
 def datasheet_tflops(name: str | None) -> float | None:
@@ -228,7 +228,10 @@ def sequences_that_fit(loops: Iterable[Loop], one: torch.Tensor, limit: int) -> 
     peak = max(turn.peak_bytes or 0 for turn in turns[len(turns) // 2 :])  # the first steps allocate state
     if not peak:
         return limit
-    free = 0.9 * torch.cuda.get_device_properties(harness.device()).total_memory - torch.cuda.memory_allocated()
+    free = (
+        0.9 * torch.get_device_module().get_device_properties(harness.device()).total_memory
+        - torch.accelerator.memory_allocated()
+    )
     fitting = min_over_ranks(min(limit, max(1, int(free / peak))))
     return 1 << (fitting.bit_length() - 1)
 
@@ -490,7 +493,7 @@ def kill(context: mp.ProcessContext) -> None:
 
 
 def device_name() -> str | None:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return torch.get_device_module().get_device_name() if torch.accelerator.is_available() else None
 
 
 def output_of(*command: str) -> str | None:
@@ -502,7 +505,7 @@ def output_of(*command: str) -> str | None:
 
 
 def hardware() -> dict:
-    properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    properties = [torch.get_device_module().get_device_properties(i) for i in range(torch.accelerator.device_count())]
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     smi = ("nvidia-smi", "--id=0", "--format=csv,noheader")
     return {
@@ -571,11 +574,13 @@ def main() -> int:
     parser.add_argument("--parameters", type=float, default=1.5, help="parameters of the largest model, in billions")
     parser.add_argument("--rounds", type=int, default=7, help="number of pairs of turns")
     parser.add_argument("--minutes", type=float, default=9.5, help="time limit of all parts together, in minutes")
-    parser.add_argument("--ranks", type=int, default=max(1, torch.cuda.device_count()), help="one per accelerator")
+    parser.add_argument(
+        "--ranks", type=int, default=max(1, torch.accelerator.device_count()), help="one per accelerator"
+    )
     parser.add_argument("--smoke", action="store_true", help="run at tiny sizes, on the CPU if there is no accelerator")
     parser.add_argument("--out", type=Path, help=f"default: {harness.OUT}, with --smoke {harness.OUT / 'smoke'}")
     args = parser.parse_args()
-    if not args.smoke and not torch.cuda.is_available():
+    if not args.smoke and not torch.accelerator.is_available():
         print("gpu.py needs an accelerator; --smoke tries the script without one", file=sys.stderr)
         return 2
     job = {"billions": args.parameters, "rounds": args.rounds, "smoke": args.smoke}

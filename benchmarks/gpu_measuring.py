@@ -52,14 +52,14 @@ def timed(call: Callable[[], object]) -> Turn:
     harness.synchronize()
     before = harness.allocated()
     if before is not None:
-        torch.cuda.reset_peak_memory_stats()
+        torch.accelerator.reset_peak_memory_stats()
     dist.barrier()
     start = time.perf_counter()
     call()
     harness.synchronize()
     dist.barrier()
     seconds = time.perf_counter() - start
-    return Turn(seconds, None if before is None else torch.cuda.max_memory_allocated() - before)
+    return Turn(seconds, None if before is None else torch.accelerator.max_memory_allocated() - before)
 
 
 Calls = Sequence[Callable[[], object]]

@@ -282,7 +282,7 @@ def trainer(job: Job) -> dict:
     for phase in () if errors else ("step", "save", "load"):
         pair = [{"device_peak_bytes": of[phase]["peak_bytes"], **of[phase]} for of in sides]
         measures[f"{phase}, against accelerate's FSDP2"] = compared_summaries(f"{phase}s", 1, *pair)
-        if not torch.cuda.is_available():
+        if not torch.accelerator.is_available():
             for side in ("ours", "reference"):
                 measures[f"{phase}, against accelerate's FSDP2"][side]["peak_bytes"] = None
     facts = {"parameters": entry["parameters"], "file_bytes": [of.get("file_bytes") for of in sides]}

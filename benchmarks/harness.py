@@ -123,10 +123,11 @@ def init_rank(rank: int, options: dict) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     faulthandler.enable(os.dup(2))
     sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  hides the progress bars of all contestants
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(rank)
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    backend = "gloo"
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(rank)
+        kind = device().type
+        backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
     dist.init_process_group(backend, store=dist.FileStore(options["store"], ranks), rank=rank, world_size=ranks)
     harness_group()
 
@@ -154,7 +155,7 @@ def start_method() -> str:
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    if not torch.cuda.is_available():
+    if not torch.accelerator.is_available():
         return "forkserver"
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # `is_available` then does not initialise CUDA
     probe = context.Process(target=_use_accelerator)
@@ -166,7 +167,7 @@ def start_method() -> str:
 
 
 def _use_accelerator() -> None:
-    torch.zeros(1, device="cuda").item()
+    torch.zeros(1, device=device()).item()
 
 
 def finish(rank: int, options: dict, result: dict) -> None:
@@ -178,23 +179,25 @@ def finish(rank: int, options: dict, result: dict) -> None:
 
 
 def device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    """Return this rank's accelerator, or the CPU if there is none."""
+    found = torch.accelerator.current_accelerator()
+    return torch.device("cpu") if found is None else torch.device(found.type, torch.accelerator.current_device_index())
 
 
 def synchronize() -> None:
     """Wait until the accelerator, if there is one, has done its work."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
 
 
 def allocated() -> int | None:
     """Return the bytes of this rank's tensors on the accelerator; None if there is none."""
-    return torch.cuda.memory_allocated() if torch.cuda.is_available() else None
+    return torch.accelerator.memory_allocated() if torch.accelerator.is_available() else None
 
 
 def pinned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     """Allocate a tensor in host memory, pinned if there is an accelerator."""
-    return torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
+    return torch.empty(shape, dtype=dtype, pin_memory=torch.accelerator.is_available())
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -341,7 +344,7 @@ def turn(call: Callable[[], object], finish: Callable[[object], None] = id) -> d
     synchronize()
     held = allocated()
     if held is not None:
-        torch.cuda.reset_peak_memory_stats()
+        torch.accelerator.reset_peak_memory_stats()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     resident, read, written = proc_value("VmRSS"), proc_value("rchar", "io"), proc_value("wchar", "io")
@@ -360,7 +363,7 @@ def turn(call: Callable[[], object], finish: Callable[[object], None] = id) -> d
         "end": end,
         "seconds": end - start,
         "peak_bytes": proc_value("VmHWM") - resident,
-        "device_peak_bytes": None if held is None else torch.cuda.max_memory_allocated() - held,
+        "device_peak_bytes": None if held is None else torch.accelerator.max_memory_allocated() - held,
         "read_bytes": proc_value("rchar", "io") - read,
         "written_bytes": proc_value("wchar", "io") - written,
         "moved_bytes": loopback_bytes() - moved,
@@ -465,7 +468,9 @@ def environment(*, smoke: bool) -> dict[str, str | bool]:
         "command": " ".join(["python", *sys.argv]),
         "commit": commit.stdout.strip(),
         "date": time.strftime("%Y-%m-%d"),
-        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores",
+        "hardware": torch.get_device_module().get_device_name()
+        if torch.accelerator.is_available()
+        else f"{os.cpu_count()} CPU cores",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

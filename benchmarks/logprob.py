@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, token_log_probs
 
 LOG_PROBS = "the log-probability of a token"
-LARGEST_DIFFERENCE = 0.1 if torch.cuda.is_available() else 1e-4  # bf16 or fp32
+LARGEST_DIFFERENCE = 0.1 if torch.accelerator.is_available() else 1e-4  # bf16 or fp32
 """Between a log-probability and that of a log_softmax; for gradients, relative to the largest value."""
 
 
@@ -48,7 +48,7 @@ class Passes:
     """Run passes of one model over one batch, and check their values."""
 
     def __init__(self, vocabulary: int, options: dict) -> None:
-        strategy = FSDPV2Strategy(config=StrategyConfig(bf16=torch.cuda.is_available()))
+        strategy = FSDPV2Strategy(config=StrategyConfig(bf16=torch.accelerator.is_available()))
         config = LlamaConfig(
             vocab_size=vocabulary, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8,
             pad_token_id=0,
@@ -138,7 +138,7 @@ def table(entry: dict) -> str:
 
 def main() -> None:
     parser = harness.parser_of(__doc__)
-    parser.add_argument("--ranks", type=int, default=max(2, torch.cuda.device_count()))
+    parser.add_argument("--ranks", type=int, default=max(2, torch.accelerator.device_count()))
     parser.add_argument("--tokens", type=int, default=512, help="tokens per sequence")
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[32_000, 128_000])
     args = harness.parse(parser, smoke={"tokens": 8, "vocabularies": [320, 1280]})

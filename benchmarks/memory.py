@@ -53,7 +53,7 @@ class BareCopies:
     def __init__(self, examples: list[torch.Tensor]) -> None:
         self.sources = [torch.empty_like(t) for t in examples]
         harness.fill(self.sources)
-        pinned = torch.cuda.is_available()
+        pinned = torch.accelerator.is_available()
         self._pinned = [torch.empty(t.shape, pin_memory=True) for t in self.sources] if pinned else None
         self.copies: list[torch.Tensor] = []
         self.returned: list[torch.Tensor] = []
@@ -211,7 +211,7 @@ def table(entry: dict) -> str:
 
 def main() -> None:
     parser = harness.parser_of(__doc__)
-    parser.add_argument("--ranks", type=int, default=max(2, torch.cuda.device_count()))
+    parser.add_argument("--ranks", type=int, default=max(2, torch.accelerator.device_count()))
     parser.add_argument("--parameters", type=float, default=200, help="millions of parameters")
     parser.add_argument("--micro-batches", type=int, default=8, help="micro-batches per step")
     args = harness.parse(parser, smoke={"ranks": 4, "parameters": 0.05, "micro_batches": 2})

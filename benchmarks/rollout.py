@@ -326,7 +326,7 @@ def table(entry: dict) -> str:
 
 def main() -> None:
     parser = harness.parser_of(__doc__)
-    parser.add_argument("--ranks", type=int, default=max(2, torch.cuda.device_count()))
+    parser.add_argument("--ranks", type=int, default=max(2, torch.accelerator.device_count()))
     parser.add_argument("--large", type=count_and_shape, default=(150, (2048, 2048)), help="count x rows x columns")
     parser.add_argument("--small", type=count_and_shape, default=(3000, (64, 64)), help="count x rows x columns")
     parser.add_argument("--changing", type=count_and_shape, default=(75, (2048, 2048)), help="count x rows x columns")

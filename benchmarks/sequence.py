@@ -33,7 +33,7 @@ from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
 
 FULL, SAME, ONE = "full, one sequence per rank", "ours, the same batch", "ours, one sequence for all ranks"
 CONTESTANTS = (FULL, SAME, ONE)
-LARGEST_DIFFERENCE = 1e-2 if torch.cuda.is_available() else 1e-5  # bf16 or fp32
+LARGEST_DIFFERENCE = 1e-2 if torch.accelerator.is_available() else 1e-5  # bf16 or fp32
 """Between two losses, relative."""
 HEADS, KEY_HEADS = 8, 4
 
@@ -51,7 +51,7 @@ class Steps:
         )  # fmt: skip
         for size in (1, self.ranks):
             strategy = FSDPV2Strategy(
-                config=StrategyConfig(sequence_parallel_size=size, bf16=torch.cuda.is_available(), max_norm=1.0)
+                config=StrategyConfig(sequence_parallel_size=size, bf16=torch.accelerator.is_available(), max_norm=1.0)
             )
             torch.manual_seed(0)
             model = strategy.prepare_model(LlamaForCausalLM(self.config), is_training=True)
@@ -115,7 +115,7 @@ def exchanges_of(steps: Steps, length: int) -> dict[str, dict]:
     """Count the all-to-alls of one step of each contestant; return them per layer, with the theory."""
     found = {}
     layers, width = steps.config.num_hidden_layers, steps.config.hidden_size
-    element_bytes = 2 if torch.cuda.is_available() else 4
+    element_bytes = 2 if torch.accelerator.is_available() else 4
     key_width = width // HEADS * max(KEY_HEADS, steps.ranks)
     for name in CONTESTANTS:
         with counted_exchanges() as sent_bytes:

@@ -81,8 +81,8 @@ class Contestants:
     def bare_copy(self, _folder: Path) -> Callable[[], object]:
         for name, copy in self.copies.items():
             copy.copy_(self.tensors[name], non_blocking=True)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
         return int
 
     def ours(self, folder: Path) -> Callable[[], object]:
@@ -289,7 +289,7 @@ def _bars(entry: dict) -> dict[str, list[float]]:
 
 def main() -> None:
     parser = harness.parser_of(__doc__)
-    parser.add_argument("--ranks", type=int, default=max(2, torch.cuda.device_count()))
+    parser.add_argument("--ranks", type=int, default=max(2, torch.accelerator.device_count()))
     parser.add_argument("--parameters", type=float, nargs="+", default=[16, 83, 330], help="millions of parameters")
     parser.add_argument("--contestants", nargs="+", default=NAMES, choices=NAMES, help="at least two; bare_copy first")
     args = harness.parse(parser, smoke={"parameters": [0.05]}, scratch_folders={"dir": Path("runs/stall")})

@@ -42,7 +42,7 @@ ACCELERATE = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRA
 ACCELERATE |= {"FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer", "FSDP_RESHARD_AFTER_FORWARD": "true"}
 ACCELERATE |= {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
 LENGTH = 128
-LARGEST_DIFFERENCE = 1e-3 if torch.cuda.is_available() else 1e-5
+LARGEST_DIFFERENCE = 1e-3 if torch.accelerator.is_available() else 1e-5
 """Between the losses of two contestants, relative; kernels of accelerators do not always sum in the same order."""
 
 
@@ -66,16 +66,16 @@ class Clock(TrainerCallback):
     def on_step_begin(self, *_: object, **__: object) -> None:
         if len(self.seconds) == 2:
             Path("/proc/self/clear_refs").write_text("5")
-            if torch.cuda.is_available():
-                torch.cuda.reset_peak_memory_stats()
+            if torch.accelerator.is_available():
+                torch.accelerator.reset_peak_memory_stats()
         harness.synchronize()
         self.begin = time.perf_counter()
 
     def on_step_end(self, *_: object, **__: object) -> None:
         harness.synchronize()
         self.seconds.append(time.perf_counter() - self.begin)
-        on_device = torch.cuda.is_available()
-        self.peak_bytes = torch.cuda.max_memory_allocated() if on_device else harness.proc_value("VmHWM")
+        on_device = torch.accelerator.is_available()
+        self.peak_bytes = torch.accelerator.max_memory_allocated() if on_device else harness.proc_value("VmHWM")
 
     def on_log(self, *_: object, logs: dict[str, float], **__: object) -> None:
         self.losses += [logs["loss"]] if "loss" in logs else []
@@ -100,7 +100,7 @@ def trainer_for(name: str, options: dict, folder: Path, clock: Clock) -> Trainer
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
-        use_cpu=not torch.cuda.is_available(),
+        use_cpu=not torch.accelerator.is_available(),
         seed=1,
         dataloader_pin_memory=False,
         accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": name.endswith("reduced each time")}},
@@ -117,7 +117,7 @@ def _accept_fsdp_on_cpu() -> None:
     from accelerate.state import DistributedType, PartialState
 
     os.environ.update(ACCELERATE)
-    if not torch.cuda.is_available():
+    if not torch.accelerator.is_available():
         PartialState(cpu=True)
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 

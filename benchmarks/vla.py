@@ -85,7 +85,7 @@ def strategy_for(hidden: int, run_dir: Path, *, freeze: str) -> VLAFSDPStrategy:
     vla.backbone.requires_grad_(freeze != "frozen")
     strategy = VLAFSDPStrategy(
         vla,
-        device_id=dist.get_rank() if torch.cuda.is_available() else None,
+        device_id=dist.get_rank() if torch.accelerator.is_available() else None,
         stage="benchmark",
         epochs=1,
         max_steps=1000,

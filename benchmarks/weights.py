@@ -140,7 +140,7 @@ LOADERS = {
 
 def bare_write(model: torch.nn.Module, folder: Path) -> None:
     parts = [harness.local_of(p.detach()) for p in model.parameters()]
-    if torch.cuda.is_available():
+    if torch.accelerator.is_available():
         copies = [harness.pinned(*part.shape, dtype=part.dtype) for part in parts]
         parts = [copy.copy_(part, non_blocking=True) for copy, part in zip(copies, parts, strict=True)]
         harness.synchronize()

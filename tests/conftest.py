@@ -18,15 +18,19 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import simulated_accelerator
 from helpers.pool import RankPool
 from helpers.shrunk import FILES, SHRUNK
+from helpers.simulated import CORE, runs_simulated
 
 from fsdp2_strategy import sizes
 
 _POOL = pytest.StashKey[RankPool]()
+_SIMULATED_POOL = pytest.StashKey[RankPool]()
 INTEGRATIONS = {
     "accelerate": ("test_accelerate",),
     "lerobot": ("test_compat_lerobot", "test_lerobot", "test_peers_lerobot", "test_streaming"),
@@ -44,10 +48,12 @@ ONE_IN = 3
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_POOL] = RankPool()
+    config.stash[_SIMULATED_POOL] = RankPool(is_simulated=True)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     config.stash[_POOL].close()
+    config.stash[_SIMULATED_POOL].close()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -56,7 +62,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     A change of the number costs a new process group; more than a file in a group leaves workers without work.
     """
     items[:] = [item for item in items if not (_is_shrunk(item) and item.get_closest_marker("real_sizes"))]
-    items.sort(key=lambda item: (_is_shrunk(item), _world_size(item)))
+    seen: set[tuple[Path, str]] = set()
+    items[:] = [item for item in items if _variant(item) != "simulated" or not _repeats(item, seen)]
+    items.sort(key=lambda item: (_variant(item), _world_size(item)))
     _leave_to_sweep(items)
     for item in items:
         for name, files in INTEGRATIONS.items():
@@ -65,7 +73,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items if config.pluginmanager.hasplugin("xdist") else ():
         if not _world_size(item) and item.get_closest_marker("full") and not _is_shrunk(item):
             continue  # long, and any worker can run it
-        ranks = f"{_world_size(item)} ranks{' shrunk' * _is_shrunk(item)}"
+        ranks = f"{_world_size(item)} ranks {_variant(item)}"
         item.add_marker(pytest.mark.xdist_group(f"{ranks} {item.path.stem}"))
 
 
@@ -74,7 +82,7 @@ def _leave_to_sweep(items: list[pytest.Item]) -> None:
     cases = defaultdict(list)
     for item in items:
         if item.get_closest_marker("full") and not any(map(item.get_closest_marker, ("sweep", "each"))):
-            cases[item.path, getattr(item, "originalname", item.name), _is_shrunk(item)].append(item)
+            cases[item.path, getattr(item, "originalname", item.name), _variant(item)].append(item)
     for of_test in cases.values():
         of_test.sort(key=lambda item: zlib.crc32(item.name.encode()))
         for item in of_test[-(-len(of_test) // ONE_IN) :]:
@@ -82,10 +90,32 @@ def _leave_to_sweep(items: list[pytest.Item]) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Let tests of what has sizes run twice."""
-    if metafunc.definition.path.name in FILES:
-        shrunk = pytest.param("shrunk", marks=[pytest.mark.full, pytest.mark.shrunk])
-        metafunc.parametrize("_sizes", [pytest.param("real", id=pytest.HIDDEN_PARAM), shrunk], indirect=True)
+    """Let tests of what has sizes run with small ones, too, and core tests on the simulated accelerator."""
+    file, test = metafunc.definition.path.name, metafunc.definition.name
+    absent = "no accelerator" if file == "test_gpu.py" and not torch.accelerator.is_available() else ""
+    absent_mark = [pytest.mark.skip(reason=absent)] if absent else []
+    variants = [pytest.param("real", id=pytest.HIDDEN_PARAM, marks=absent_mark)]
+    if file in FILES:
+        variants.append(pytest.param("shrunk", marks=[pytest.mark.full, pytest.mark.shrunk]))
+    if runs_simulated(file, test) and metafunc.definition.get_closest_marker("ranks"):
+        full = [] if test in CORE else [pytest.mark.full]
+        variants.append(pytest.param("simulated", marks=[*full, pytest.mark.each, pytest.mark.simulated]))
+    if len(variants) > 1:
+        metafunc.parametrize("_variant_of_test", variants, indirect=True)
+
+
+def _repeats(item: pytest.Item, seen: set[tuple[Path, str]]) -> bool:
+    """Return whether a case on the simulated accelerator repeats a promise: of each test there, one case runs."""
+    if "simulated" not in getattr(getattr(item, "callspec", None), "params", {}).values():
+        return False  # a test of the device itself
+    test = item.path, getattr(item, "originalname", item.name)
+    is_repeated = (test in seen and item.path.name != "test_gpu.py") or len([*item.iter_markers("full")]) > 1
+    seen.add(test)
+    return is_repeated or any(map(item.get_closest_marker, ("sweep", "soak", "big")))
+
+
+def _variant(item: pytest.Item) -> str:
+    return next((name for name in ("shrunk", "simulated") if item.get_closest_marker(name)), "")
 
 
 def _is_shrunk(item: pytest.Item) -> bool:
@@ -105,7 +135,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     names = pyfuncitem._fixtureinfo.argnames
     arguments = {name: pyfuncitem.funcargs[name] for name in names}
-    pool = pyfuncitem.config.stash[_POOL]
+    pool = pyfuncitem.config.stash[_SIMULATED_POOL if _variant(pyfuncitem) == "simulated" else _POOL]
     pool.run(str(pyfuncitem.path), pyfuncitem.originalname, arguments, world_size, timeout=300)
     return True
 
@@ -125,14 +155,18 @@ def run_on(request: pytest.FixtureRequest) -> Callable[..., None]:
 def end_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
     """End the ranks of the pool after a test that breaks their connections."""
     yield
-    request.config.stash[_POOL].close()
+    for pool in (_POOL, _SIMULATED_POOL):
+        request.config.stash[pool].close()
 
 
 @pytest.fixture(autouse=True)
-def _sizes(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Shrink the sizes for tests that run so, here and on the ranks of the pool."""
+def _variant_of_test(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Shrink the sizes for tests that run so, here and on the ranks of the pool; build the simulated accelerator."""
+    variant = _variant(request.node)
+    if variant == "simulated" and (reason := simulated_accelerator.missing()):
+        pytest.skip(reason)
     pool = request.config.stash[_POOL]
-    pool.sizes = SHRUNK if getattr(request, "param", "real") == "shrunk" else {}
+    pool.sizes = SHRUNK if variant == "shrunk" else {}
     with patch.multiple(sizes, **pool.sizes) if pool.sizes else nullcontext():
         yield
 

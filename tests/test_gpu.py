@@ -41,16 +41,12 @@ from fsdp2_strategy.model.placeholders import values_of
 from fsdp2_strategy.rollout import TransformersEngine, weight_checksums
 from fsdp2_strategy.rollout.difference import TensorDifference
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no accelerator"),
-    pytest.mark.ranks(1),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.ranks(1)]
 
 
 def on_two_gpus(test):
     """Run a test on two ranks, if there are two accelerators."""
-    return pytest.mark.ranks(2)(pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one accelerator")(test))
+    return pytest.mark.ranks(2)(test)
 
 
 def on_device(batch):
@@ -59,8 +55,8 @@ def on_device(batch):
 
 def on_this_rank(model):
     """Use this rank's accelerator: a rank of the tests' pool begins with the first one."""
-    if torch.cuda.is_available():
-        torch.cuda.set_device(dist.get_rank())
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(dist.get_rank())
     return model.to(current_device())
 
 
@@ -202,14 +198,14 @@ def test_offloaded_models_free_the_device_and_return_with_the_same_bits():
     _, model, optimizer, step = large()
     before = tensors_of(model, optimizer)
     gc.collect()
-    held = torch.cuda.memory_allocated()
+    held = torch.accelerator.memory_allocated()
     nbytes = sum(tensor.nbytes for tensor in before.values())
     for _ in range(2):  # the second time with the pinned buffers of the first
         buffers = sum(map(len, _host_buffers._free.values()))
         offload(model)
         offload(optimizer)
         gc.collect()
-        assert held - torch.cuda.memory_allocated() > 0.95 * nbytes
+        assert held - torch.accelerator.memory_allocated() > 0.95 * nbytes
         assert all(values_of(parameter).is_pinned() for parameter in model.parameters())
         assert_bitwise_equal(tensors_of(model, optimizer), before)
         reload(model)
@@ -321,17 +317,19 @@ def test_log_probabilities_on_a_gpu_equal_a_log_softmax_and_keep_the_random_stat
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_logits_of_a_head_take_the_documented_memory(dtype):
-    count, width, vocabulary, chunk_bytes = 4096, 256, 32_000, 64 << 20
+    # Workspaces of matrix products on a GPU are hidden by large chunks; the simulated one has none, and is slow.
+    is_simulated = current_device().type == "sim"
+    count, width, vocabulary, chunk_bytes = (512, 64, 8000, 4 << 20) if is_simulated else (4096, 256, 32_000, 64 << 20)
     like = {"dtype": dtype, "device": current_device(), "requires_grad": True}
     hidden, weight = torch.randn(count, width, **like), torch.randn(vocabulary, width, **like)
     targets = torch.randint(vocabulary, (count,), device=current_device())
 
     def peak(call):
         gc.collect()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
         result = call()
-        return torch.cuda.max_memory_allocated() - before, result
+        return torch.accelerator.max_memory_allocated() - before, result
 
     for _ in range(2):  # the first pass also allocates workspaces of matrix products
         hidden.grad = weight.grad = None
@@ -366,11 +364,11 @@ def test_numbers_are_reduced_in_host_memory_and_tensors_of_the_device_on_it():
     assert reduced["number"] == 3 and torch.equal(reduced["host"], torch.ones(2))
     assert reduced["device"].device == current_device() and torch.equal(reduced["device"], value)
     assert "device peak" in strategy.report_memory()
-    held = torch.cuda.memory_reserved()
+    held = torch.accelerator.memory_reserved()
     del value, reduced
     torch.empty(64 << 20, dtype=torch.uint8, device=strategy.device)
     strategy.sync_and_clear_cache()
-    assert torch.cuda.memory_reserved() <= held + (32 << 20)
+    assert torch.accelerator.memory_reserved() <= held + (32 << 20)
 
 
 def test_batches_are_pinned_on_request():
@@ -386,16 +384,16 @@ def test_an_image_of_zeros_keeps_the_random_state_of_the_device():
     batch = on_device(batch_of("qwen2_vl", 0, 0))
     texts = {name: batch[name] for name in ("input_ids", "labels")}
     for given in (batch, texts):
-        before = torch.cuda.get_rng_state()
+        before = torch.get_device_module().get_rng_state()
         strategy.backward(model(**given).loss, model, optimizer)
         assert strategy.optimizer_step(optimizer, model, None).stepped
-        assert torch.equal(torch.cuda.get_rng_state(), before)
+        assert torch.equal(torch.get_device_module().get_rng_state(), before)
 
 
 def test_accelerates_use_cpu_is_refused_if_there_is_a_device(tmp_path):
     path = tmp_path / "accelerate.json"
     path.write_text(json.dumps({"use_cpu": True, "distributed_type": "FSDP"}))
-    with pytest.raises(ConfigError, match="use_cpu is True, but there is a CUDA device"):
+    with pytest.raises(ConfigError, match="use_cpu is True, but there is an accelerator"):
         StrategyConfig.from_accelerate(path)
 
 

@@ -82,7 +82,7 @@ def test_every_part_runs_and_reports(tmp_path, gpu):
     assert entry["smoke"] is True
     assert entry["command"].endswith("gpu.py --smoke --out found")
     assert entry["versions"]["torch"] == torch.__version__
-    assert entry["hardware"]["count"] == torch.cuda.device_count()
+    assert entry["hardware"]["count"] == torch.accelerator.device_count()
     assert entry["hardware"]["cores"] == os.cpu_count()
     assert entry["hardware"]["ram_gb"] > 0
 
@@ -90,10 +90,10 @@ def test_every_part_runs_and_reports(tmp_path, gpu):
     assert list(parts) == list(gpu.PARTS)
     assert {name: found["error"] for name, found in parts.items()} == dict.fromkeys(gpu.PARTS)
     assert sum(parts["tests"]["facts"].values()) > 0
-    if not torch.cuda.is_available():
+    if not torch.accelerator.is_available():
         assert parts["tests"]["facts"].keys() == {"passed", "failed", "skipped"}
         assert parts["tests"]["facts"]["passed"] == parts["tests"]["facts"]["failed"] == 0
-    alone = max(1, torch.cuda.device_count()) == 1
+    alone = max(1, torch.accelerator.device_count()) == 1
     unavailable = {"sequence", "split"} if alone else set()
     unavailable |= set() if importlib.util.find_spec("accelerate") else {"trainer"}
     assert {name for name, found in parts.items() if found["skipped"]} == unavailable
@@ -106,7 +106,7 @@ def test_every_part_runs_and_reports(tmp_path, gpu):
             for side in (measure["ours"], measure["reference"]):
                 assert len(side["seconds"]) == (1 if name == "trainer" else 2)
                 assert side["value"] > 0
-                assert (side["peak_bytes"] is None) == (not torch.cuda.is_available())
+                assert (side["peak_bytes"] is None) == (not torch.accelerator.is_available())
         assert f"| {name} |" in done.stdout
     step = parts["step"]["facts"]
     assert step["loss"]["ours"][-1] < step["loss"]["ours"][0], "the loops train, so that a wrong step would show"
@@ -147,7 +147,7 @@ def test_a_part_that_fails_crashes_or_hangs_costs_none_of_the_others(tmp_path):
 
 
 def test_without_an_accelerator_it_says_what_to_do(gpu, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--out", str(tmp_path / "out")])
     assert gpu.main() == 2
     assert capsys.readouterr().err == "gpu.py needs an accelerator; --smoke tries the script without one\n"
@@ -186,8 +186,10 @@ def test_the_model_has_about_as_many_parameters_as_asked_for(gpu, billions):
 def test_a_step_takes_as_many_sequences_as_fit_on_the_device(gpu, monkeypatch, peak_gb, sequences):
     monkeypatch.setattr(gpu, "timed", lambda _: Namespace(peak_bytes=peak_gb * 10**9))
     monkeypatch.setattr(gpu, "min_over_ranks", int)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Namespace(total_memory=141 * 10**9))
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 36 * 10**9)
+    properties = Namespace(total_memory=141 * 10**9)
+    module = Namespace(get_device_properties=lambda _: properties)
+    monkeypatch.setattr(torch, "get_device_module", lambda: module)
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda: 36 * 10**9)
     assert gpu.sequences_that_fit([id], None, limit=8) == sequences
 
 

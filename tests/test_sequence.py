@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.models import VOCAB, PlainTransformer, build
+from helpers.models import VOCAB, PlainTransformer, build, on_device
 from helpers.reference import (
     Unsharded,
     assert_close,
@@ -96,7 +96,7 @@ KINDS = {
 
 
 def loss_of(model, batch):
-    return model(**batch, use_cache=False).loss
+    return model(**on_device(batch), use_cache=False).loss
 
 
 def mean_over_ranks(loss):

@@ -254,7 +254,7 @@ class Residual(nn.Module):
 def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Cross entropy in at least fp32; transformers' own losses are fp32 also where the model is float64."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten().to(logits.device))
 
 
 def _lm_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -356,12 +356,26 @@ def build(name: str, seed: int = 0) -> nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.08 + (parameter.ndim == 1) * 0.5)
-    return model.train()
+    return on_device(model.train())
+
+
+def device() -> torch.device:
+    """Return the device of this rank: its accelerator, else the CPU."""
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    return torch.device(torch.accelerator.current_accelerator().type, torch.accelerator.current_device_index())
+
+
+def on_device(value: Any) -> Any:
+    """Move a model, a tensor or the tensors of a batch to the device of this rank."""
+    if isinstance(value, dict):
+        return {name: on_device(each) for name, each in value.items()}
+    return value.to(device()) if isinstance(value, (torch.Tensor, nn.Module)) else value
 
 
 def batch_of(name: str, step: int, rank: int) -> dict[str, torch.Tensor]:
     """Make the batch of one rank at one step."""
-    return CASES[name].batch(torch.Generator().manual_seed(1000 * step + rank))
+    return on_device(CASES[name].batch(torch.Generator().manual_seed(1000 * step + rank)))
 
 
 def loss_of(name: str, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -19,7 +19,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -28,8 +28,10 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import simulated_accelerator
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+SIMULATED_DEVICES = 8
 
 processes = mp.get_context("forkserver")
 """Starts processes of their own that need not import torch again."""
@@ -69,12 +71,15 @@ class RankPool:
     group_size: int = 0
     sizes: dict[str, int] = field(default_factory=dict)
     """Of `fsdp2_strategy.sizes`, that are others on the ranks."""
+    is_simulated: bool = False
+    """Whether the ranks have the simulated accelerator."""
 
     def run(self, file: str, function: str, arguments: dict[str, Any], world_size: int, timeout: float) -> None:
         """Run one test function on ``world_size`` ranks; raise what the first failing rank raised."""
         while len(self.workers) < world_size:
             ours, theirs = processes.Pipe()
-            process = processes.Process(target=_serve, args=(theirs, len(self.workers), self.folder), daemon=True)
+            given = (theirs, len(self.workers), self.folder, self.is_simulated)
+            process = processes.Process(target=_serve, args=given, daemon=True)
             process.start()
             self.workers.append(Worker(process, ours))
         if world_size != self.group_size:
@@ -128,7 +133,7 @@ def _children_of(pid: int) -> list[int]:
     return [each for child in children for each in (child, *_children_of(child))]
 
 
-def _serve(pipe: Connection, rank: int, folder: Path) -> None:
+def _serve(pipe: Connection, rank: int, folder: Path, is_simulated: bool) -> None:
     """Be a rank: run jobs until the pipe closes."""
     faulthandler.enable()
     stacks = (folder / f"stacks{rank}").open("w")
@@ -138,6 +143,7 @@ def _serve(pipe: Connection, rank: int, folder: Path) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    _choose_device(rank, is_simulated)
     gc.freeze()
     # A data loader's workers are children of this process, and forked, as in a process of one's own.
     mp.current_process()._config["daemon"] = False
@@ -155,7 +161,7 @@ def _serve(pipe: Connection, rank: int, folder: Path) -> None:
                     _end_groups()
                 store = job.store
                 dist.init_process_group(
-                    "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+                    _backend(),
                     store=dist.FileStore(store, job.world_size),
                     rank=rank,
                     world_size=job.world_size,
@@ -164,11 +170,31 @@ def _serve(pipe: Connection, rank: int, folder: Path) -> None:
             if job.file not in modules:
                 modules[job.file] = _import(job.file)
             torch.manual_seed(0)
-            _call(getattr(modules[job.file], job.function), job)
+            with simulated_accelerator.watched() if is_simulated else nullcontext():
+                _call(getattr(modules[job.file], job.function), job)
             verdict = ""
         except BaseException:  # noqa: BLE001  the test's verdict, whatever it is
             verdict = traceback.format_exc()
         pipe.send(verdict)
+
+
+def _choose_device(rank: int, is_simulated: bool) -> None:
+    import torch
+
+    if is_simulated:
+        simulated_accelerator.load(devices=SIMULATED_DEVICES)
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
+
+
+def _backend() -> str:
+    import torch
+    import torch.distributed as dist
+
+    if not torch.accelerator.is_available():
+        return "gloo"
+    device = torch.accelerator.current_accelerator().type
+    return f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
 
 
 def _call(function: Callable[..., None], job: Job) -> None:

@@ -1,0 +1,8 @@
+// The device as torch sees it.
+#pragma once
+
+namespace simulated {
+
+void register_device();
+
+}  // namespace simulated
