@@ -139,7 +139,7 @@ def streaming(_):
 
 FSDP = "torch.distributed.fsdp._fully_shard"
 COLLECTIVES, GROUP, STATE = f"{FSDP}._fsdp_collectives", f"{FSDP}._fsdp_param_group", f"{FSDP}._fsdp_state"
-QUEUE, BUFFERS = ("fsdp2_strategy.model.offloading:" + name for name in ("CopyQueue", "_HostBuffers"))
+QUEUE = "fsdp2_strategy.model.offloading:CopyQueue"
 STREAM = "fsdp2_strategy.rollout"
 SAVES, WRITE, READ = (
     "fsdp2_strategy.checkpoint.background_save",
@@ -199,8 +199,6 @@ MUTATIONS = {
         f"{RANDOM}:set_accelerator_state", "device_module(device_type).set_rng_state(state)", "pass", drawing),
     "random numbers: a block does not draw from the states that it is given": (
         f"{RANDOM}:set_torch_states", "device_module(device.type).set_rng_state(states[1], device)", "pass", drawing),
-    "offload: a pinned buffer is taken before it was read": (
-        f"{BUFFERS}.take", "copied.synchronize()", "pass", offloading),
     "save in the background: copies do not wait for kernels": (
         f"{QUEUE}.__enter__", "self._stream.wait_stream(torch.accelerator.current_stream())", "pass",
         saving_in_the_background),
@@ -217,7 +215,6 @@ MUTATIONS = {
 
 NOT_SEEN = {
     "reduce-scatter: the optimizer does not wait for its last kernels": "it also waits for the event of the collective",
-    "offload: a pinned buffer is taken before it was read": "both copies run on the one stream of copies",
     "save: threads use the first device": "making a stream the current one makes its device the current one",
 }
 """Of MUTATIONS, those that no detector sees, with the reason why they are harmless."""
