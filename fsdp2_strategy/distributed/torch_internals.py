@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+"""Context in which operations do not call ``__torch_function__`` of subclasses of tensors."""
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 """Base class of modes that see each operator."""
 StridedShard = _StridedShard
