@@ -31,6 +31,8 @@ import pytest
 import simulated_accelerator
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+_GROUPS_OF_A_JOB = 10_000
+"""More process groups than a test makes."""
 SIMULATED_DEVICES = 8
 
 processes = mp.get_context("forkserver")
@@ -53,6 +55,8 @@ class Job:
     """File at which the ranks of the process group meet; another file, another group."""
     sizes: dict[str, int]
     """Of `fsdp2_strategy.sizes`, that are others during the test."""
+    number: int
+    """How many jobs the pool has run before."""
 
 
 @dataclass
@@ -67,6 +71,7 @@ class RankPool:
 
     workers: list[Worker] = field(default_factory=list)
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="ranks-")))
+    jobs: int = 0
     groups: int = 0
     group_size: int = 0
     sizes: dict[str, int] = field(default_factory=dict)
@@ -84,7 +89,10 @@ class RankPool:
             self.workers.append(Worker(process, ours))
         if world_size != self.group_size:
             self.groups, self.group_size = self.groups + 1, world_size
-        job = Job(file, function, arguments, world_size, str(self.folder / f"store{self.groups}"), self.sizes)
+        job = Job(
+            file, function, arguments, world_size, str(self.folder / f"store{self.groups}"), self.sizes, self.jobs
+        )
+        self.jobs += 1
         for worker in self.workers[:world_size]:
             worker.pipe.send(job)
         failures = self._collect(world_size, timeout)
@@ -141,6 +149,7 @@ def _serve(pipe: Connection, rank: int, folder: Path, is_simulated: bool) -> Non
     sys.path.insert(0, str(Path(__file__).parents[1]))
     import torch
     import torch.distributed as dist
+    from torch.distributed import distributed_c10d
 
     torch.set_num_threads(1)
     _choose_device(rank, is_simulated)
@@ -170,6 +179,9 @@ def _serve(pipe: Connection, rank: int, folder: Path, is_simulated: bool) -> Non
             if job.file not in modules:
                 modules[job.file] = _import(job.file)
             torch.manual_seed(0)
+            # torch counts the groups that a rank has made, and names the next one by this number. After a test of a
+            # part of the ranks, the numbers differ, and the ranks would wait for each other under different names.
+            distributed_c10d._world.group_count = _GROUPS_OF_A_JOB * (1 + job.number)
             with simulated_accelerator.watched() if is_simulated else nullcontext():
                 _call(getattr(modules[job.file], job.function), job)
             verdict = ""
