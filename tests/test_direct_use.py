@@ -251,6 +251,7 @@ def test_a_frozen_weight_that_is_used_directly_passes_gradients_on():
     compare("chunks", frozen=["lm_head"])
     compare("embedding", frozen=["embed_tokens"])
     compare("layers", frozen=["inner"])
+    compare("kernel", frozen=["inner"])
 
 
 @pytest.mark.ranks(2)

@@ -18,8 +18,8 @@ the end of the pass, and notices the first operation that computes with it. A co
 an operation of torch. For it, the node that accumulates the weight's gradient is marked, and kept until the unit's
 forward: if the mark is left then, a graph refers to the node. This alone does not tell, because a graph of an earlier
 pass may still exist on one rank only, if another thread or a traceback keeps frames, and all ranks must do the same. So
-nodes of earlier passes are marked, too, and no frame of Python refers to a node. A unit that was used directly once
-counts as used in each pass.
+nodes of earlier passes are marked, too, and no frame of Python refers to a node. A frozen weight has no such node, so
+reading one counts as a use. A unit that was used directly once counts as used in each pass.
 
 Parameters of blocks are not watched: a block's weights are used in its forward, and to keep a block gathered would cost
 what sharding saves.
@@ -161,6 +161,9 @@ class _Reads:
         if unit in self.used or unit in self._watched:
             return
         parameters = _unsharded(unit)
+        if not any(parameter.requires_grad for parameter in parameters):
+            self.used.add(unit)  # a kernel may use a frozen weight, and nothing would show it
+            return
         if not _is_marked(parameters):
             self._nodes[unit] = list(_nodes_of(parameters))
             _mark(self._nodes, unit)
@@ -234,7 +237,7 @@ class _Read(nn.Parameter):
         """Run an operation, and note the parameters that it computes with; a dtype or a shape is no tensor."""
         with DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-        if func is torch.Tensor.data_ptr or any(isinstance(each, torch.Tensor) for each in tree_leaves(result)):
+        if any(isinstance(each, torch.Tensor) for each in tree_leaves(result)):
             for each in tree_leaves((args, kwargs)):
                 if type(each) is cls:
                     each.is_used = True
