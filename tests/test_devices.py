@@ -97,6 +97,12 @@ for number, scenario in enumerate(json.loads(sys.argv[1])):
             if rank == 0:
                 found.append(None)
                 continue
+        if kind == "again":
+            fake_accelerator.see("x", current=0)
+            try:
+                process_group.use_own_device(group)
+            except MeshError:
+                fake_accelerator.see(sees, current=current[rank])
         process_group.use_own_device(group)
         process_group.use_own_device(group)  # nothing happens
         own = process_group.current_device()
@@ -161,6 +167,7 @@ def test_two_processes_get_their_devices_or_hear_the_same_error():
         scenario("started", ["x", "y"], launched=[0, 1]),  # torchrun, and a wrapper that hides the others' devices
         scenario("existing", ["xy", "xy"], launched=[0, 1]),  # without set_device
         scenario("existing", ["xy", "xy"], current=[1, 0]),
+        scenario("again", ["xy", "xy"], current=[1, 0]),  # after an error that the trainer has mended
         scenario("part", ["xy", "xy"], launched=[0, 1]),
         scenario("existing", ["x", "x"], current=[0, 0]),
         scenario("started", ["x", "x"], launched=[0, 1]),
@@ -172,12 +179,12 @@ def test_two_processes_get_their_devices_or_hear_the_same_error():
         [each if each is None or isinstance(each, str) else each[1] for each in pair]
         for pair in zip(first, second, strict=True)
     ]
-    assert both[:7] == [[0, 1], [0, 1], [0, 0], [0, 0], [0, 1], [1, 0], [None, 1]]
+    assert both[:8] == [[0, 1], [0, 1], [0, 0], [0, 0], [0, 1], [1, 0], [1, 0], [None, 1]]
     assert first[0] == ["fake", 0, 0, "cpu:gloo,fake:fakeccl"] and second[1][2] == 1, "the number on the host"
-    for of_first, of_second in both[7:9]:
+    for of_first, of_second in both[8:10]:
         assert "ranks 0 and 1 would use the same accelerator x of" in of_first and of_first == of_second
-    assert "1 rank (1) of 2 see no accelerator" in both[9][0] and both[9][0] == both[9][1]
-    assert first[10][0] == "cpu"
+    assert "1 rank (1) of 2 see no accelerator" in both[10][0] and both[10][0] == both[10][1]
+    assert first[11][0] == "cpu"
 
 
 def test_an_accelerator_without_a_collective_backend_is_refused():

@@ -43,8 +43,10 @@ _trainers: list[weakref.ref[TrainingRanks]] = []
 _group_counts: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 # The rendezvous at which a default group was started.
 _joined: WeakKeyDictionary[Any, Rendezvous] = WeakKeyDictionary()
-# For each default group: what this rank knows of its host, by the group whose ranks were asked (None: all ranks).
-_local_ranks: WeakKeyDictionary[Any, dict[dist.ProcessGroup | None, LocalRank]] = WeakKeyDictionary()
+# For each default group: what this rank knows of its host, by the ranks that were asked.
+_local_ranks: WeakKeyDictionary[Any, dict[tuple[int, ...], LocalRank]] = WeakKeyDictionary()
+# For each default group: how often these ranks were asked.
+_exchanges: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
 
 def start_process_group(timeout_minutes: float, at: Rendezvous | None = None) -> bool:
@@ -84,7 +86,7 @@ def start_process_group(timeout_minutes: float, at: Rendezvous | None = None) ->
         local = find_local_rank(store, rank, own_place(size), range(size))
     _set_own_device(local)  # before the group starts: its backends would wait for those of ranks without a device
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
-    _local_ranks[dist.group.WORLD] = {None: local}
+    _local_ranks[dist.group.WORLD] = {tuple(range(size)): local}
     if at is not None:
         _joined[dist.group.WORLD] = at
     return True
@@ -100,19 +102,22 @@ def use_own_device(group: dist.ProcessGroup | None) -> None:
         MeshError: two ranks would use the same device, or only some ranks have one; on all ranks.
     """
     known = _local_ranks.setdefault(dist.group.WORLD, {})
-    if None in known or group in known:
+    ranks = tuple(ranks_of(group))
+    if ranks in known or tuple(ranks_of(None)) in known:
         return
     device_type, config = accelerator_type(), dist.get_backend_config(group)
     if device_type is not None:
         collective_backend(device_type)  # raises if torch has none
-    ranks = ranks_of(group)
     expects_accelerator = any(not pair.startswith("cpu:") for pair in config.split(",") if ":" in pair)
     if device_type is not None or expects_accelerator:
-        name = f"fsdp2_strategy/places/{'_'.join(map(str, ranks))}"
+        # After an error, the ranks may be asked again, and must not read the answers of before.
+        exchanges = _exchanges.setdefault(dist.group.WORLD, Counter())
+        exchanges[ranks] += 1
+        name = f"fsdp2_strategy/places/{'_'.join(map(str, ranks))}/{exchanges[ranks]}"
         store: Any = dist.PrefixStore(name, default_store())  # type: ignore[attr-defined]
         place = own_place(len(ranks), getattr(dist.group.WORLD, "bound_device_id", None))
-        known[group] = find_local_rank(store, ranks.index(dist.get_rank()), place, ranks)
-        _set_own_device(known[group])
+        known[ranks] = find_local_rank(store, ranks.index(dist.get_rank()), place, ranks)
+        _set_own_device(known[ranks])
 
 
 def _set_own_device(local: LocalRank) -> None:
