@@ -367,7 +367,9 @@ def device() -> torch.device:
 
 
 def on_device(value: Any) -> Any:
-    """Move a model, a tensor or the tensors of a batch to the device of this rank."""
+    """Move a model, a tensor or the tensors of a batch to the accelerator of this rank, if it has one."""
+    if not torch.accelerator.is_available():
+        return value  # a model on the meta device cannot be moved
     if isinstance(value, dict):
         return {name: on_device(each) for name, each in value.items()}
     return value.to(device()) if isinstance(value, (torch.Tensor, nn.Module)) else value
