@@ -7,11 +7,14 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from fsdp2_strategy.distributed.local_ranks import LocalRank, Place, local_ranks
+from fsdp2_strategy.distributed import local_ranks as local_ranks_module
+from fsdp2_strategy.distributed.local_ranks import LocalRank, Place, find_local_rank, local_ranks
 from fsdp2_strategy.errors import MeshError
 
 
@@ -129,19 +132,22 @@ def free_ports(count):
     return ports
 
 
-def run_ranks(script, *arguments, ports=0, world=2, timeout=60):
+STACKS_AFTER = "import faulthandler; faulthandler.dump_traceback_later(140)\n"
+
+
+def run_ranks(script, *arguments, ports=0, world=2, timeout=150):
     """Run a script on ranks, again if another process has taken a port that was free."""
-    for attempt in range(3):
-        started = start_ranks(script, (*arguments, *free_ports(ports)), world)
+    for attempt in range(2):
+        started = start_ranks(STACKS_AFTER + script, (*arguments, *free_ports(ports)), world)
         try:
             ended = [process.communicate(timeout=timeout) for process in started]
         except subprocess.TimeoutExpired:
             for process in started:
                 process.kill()
             ended = [process.communicate() for process in started]
-        if attempt == 2 or all(process.returncode == 0 for process in started):
+        if attempt or all(process.returncode == 0 for process in started):
             break
-    assert [process.returncode for process in started] == [0] * world, [err[-3000:] for _, err in ended]
+    assert [process.returncode for process in started] == [0] * world, "\n".join(err[-3000:] for _, err in ended)
     return [json.loads(out.split("FOUND")[1]) for out, _ in ended]
 
 
@@ -226,3 +232,55 @@ dist.all_reduce(torch.zeros(()))
 print("FOUND" + json.dumps(len(asked)))
 """
     assert run_ranks(script) == [0, 0]
+
+
+def test_the_first_rank_ends_its_store_after_the_others_have_read_the_error():
+    script = """
+import json, os, sys, time, torch.distributed as dist
+from datetime import timedelta
+from fsdp2_strategy.distributed.local_ranks import Place, find_local_rank
+from fsdp2_strategy.errors import MeshError
+rank = int(os.environ["RANK"])
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), 2, is_master=rank == 0, timeout=timedelta(seconds=60))
+class Slow:
+    def __init__(self): self.set, self.multi_get, self.wait = store.set, store.multi_get, store.wait
+    def get(self, key):
+        time.sleep(2 * rank)
+        return store.get(key)
+try:
+    find_local_rank(Slow(), rank, Place(2, "a", ["x"], 0, 0), range(2))
+except MeshError as error:
+    print("FOUND" + json.dumps(str(error)))
+"""
+    first, second = run_ranks(script, ports=1)
+    assert first == second and "ranks 0 and 1 would use the same accelerator x of a" in first
+
+
+def test_a_rank_that_does_not_read_the_error_is_not_waited_for_long(monkeypatch):
+    monkeypatch.setattr(local_ranks_module, "_READ_SECONDS", 0.2)
+    store = torch.distributed.HashStore()
+    store.set("place/1", json.dumps({"world_size": 2, "host": "a", "devices": ["x"]}))
+    begin = time.monotonic()
+    with pytest.raises(MeshError, match="ranks 0 and 1 would use the same accelerator x of a"):
+        find_local_rank(store, 0, Place(2, "a", ["x"]), range(2))
+    assert time.monotonic() - begin < 5
+
+
+def test_the_end_of_the_stores_process_is_a_named_error():
+    script = """
+import json, os, sys, torch.distributed as dist
+from datetime import timedelta
+from fsdp2_strategy.distributed import process_group
+from fsdp2_strategy.errors import MeshError
+os.environ["MASTER_PORT"] = sys.argv[1]
+if os.environ["RANK"] == "0":
+    store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), 2, is_master=True, timeout=timedelta(seconds=60))
+    print("FOUND" + json.dumps("ended"))
+else:
+    try:
+        process_group.start_process_group(1)
+    except MeshError as error:
+        print("FOUND" + json.dumps(str(error)))
+"""
+    _, message = run_ranks(script, ports=1)
+    assert message.startswith("cannot start the process group: rank 1 does not reach the store at 127.0.0.1:")

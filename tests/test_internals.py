@@ -7,6 +7,7 @@ import builtins
 import gc
 import importlib.util
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from fsdp2_strategy.hf import library_internals
 from fsdp2_strategy.model import offload, reload, unit_hooks
 from fsdp2_strategy.model.fsdp_state import parameter_groups
 from fsdp2_strategy.model.offloading import free_host_buffers
+from fsdp2_strategy.model.placeholders import any_offloaded
 
 PACKAGE = Path(fsdp2_strategy.__file__).parent
 INTERFACES = {Path(torch_internals.__file__), Path(library_internals.__file__)}
@@ -231,6 +233,16 @@ def test_a_pass_leaves_transformers_registry_as_it_was():
     assert dict(output_capturing._CAN_RECORD_REGISTRY) == before
 
 
+def _await_none_offloaded():
+    """Wait for the end of models of other tests: a thread may keep their frames for a while."""
+    deadline = time.monotonic() + 20
+    while any_offloaded() and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.1)
+    free_host_buffers()
+    assert not any_offloaded(), "another test left an offloaded model that is not freed"
+
+
 @pytest.mark.ranks(2)
 def test_optimizers_of_the_process_are_watched_while_a_model_is_offloaded_and_no_longer():
     from torch.optim import optimizer as torchs
@@ -239,8 +251,7 @@ def test_optimizers_of_the_process_are_watched_while_a_model_is_offloaded_and_no
     strategy = FSDPV2Strategy(config=StrategyConfig(bf16=False))
     strategy.prepare_model(model, is_training=True)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    gc.collect()  # models of other tests that are still away
-    free_host_buffers()
+    _await_none_offloaded()
     before = dict(torchs._global_optimizer_pre_hooks)
     offload(model)
     with pytest.raises(OffloadError, match="the parameters of this SGD are in host memory"):

@@ -22,7 +22,9 @@ import json
 import os
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,9 @@ import torch.distributed as dist
 
 from fsdp2_strategy.distributed.accelerator import accelerator_type, device_module
 from fsdp2_strategy.errors import MeshError, some
+
+_READ_SECONDS = 10.0
+"""For so long the first rank waits until the others have read an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +93,8 @@ def visible_devices() -> list[str]:
 def find_local_rank(store: Any, index: int, place: Place, ranks: Sequence[int]) -> LocalRank:
     """Return what this rank knows of its host; collective over ``ranks``, of which this is number ``index``.
 
-    The first rank chooses for all of them, so that each rank reads one key of the store.
+    The first rank chooses for all of them, so that each rank reads one key of the store. If it chooses an error, it
+    waits until the others have read it, because the store may end with its process.
     """
     store.set(f"place/{index}", json.dumps(asdict(place)))
     try:
@@ -101,14 +107,24 @@ def find_local_rank(store: Any, index: int, place: Place, ranks: Sequence[int]) 
             for other, answer in enumerate(chosen):
                 store.set(f"local/{other}", json.dumps(answer))
         answer = json.loads(store.get(f"local/{index}"))
-    except dist.DistStoreError as error:
+    except dist.DistError as error:
         raise MeshError(
-            f"cannot choose the devices of ranks: a rank of {list(ranks)} has not joined in time, expected all of them "
-            f"({str(error).splitlines()[0]}). Construct the strategy on every rank of its group."
+            f"cannot choose the devices of ranks: a rank of {list(ranks)} has not joined in time, or the process of "
+            f"the store has ended, expected all ranks ({str(error).splitlines()[0]}). Construct the strategy on every "
+            "rank of its group, and look for the first error of any rank."
         ) from error
     if "error" in answer:
+        _let_others_read(store, index, len(ranks))
         raise MeshError(answer["error"])
     return LocalRank(**answer)
+
+
+def _let_others_read(store: Any, index: int, count: int) -> None:
+    """Note that this rank has read the error; on the first rank, wait for the others, at most `_READ_SECONDS`."""
+    with suppress(dist.DistError):
+        store.set(f"read/{index}", "")
+        if index == 0:
+            store.wait([f"read/{other}" for other in range(count)], timedelta(seconds=_READ_SECONDS))
 
 
 def local_ranks(places: Sequence[Place], ranks: Sequence[int] | None = None) -> list[LocalRank]:

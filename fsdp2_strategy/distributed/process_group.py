@@ -78,8 +78,15 @@ def start_process_group(timeout_minutes: float, at: Rendezvous | None = None) ->
                 f"cannot start the process group: {', '.join(missing)} not set, expected the variables of torchrun. "
                 "Start with torchrun, unset WORLD_SIZE to run one rank, or pass rendezvous."
             )
-        store, rank, size = next(rendezvous("env://", timeout=timeout))
-        store = fresh_store(store, rank, size, timeout)
+        try:
+            store, rank, size = next(rendezvous("env://", timeout=timeout))
+            store = fresh_store(store, rank, size, timeout)
+        except dist.DistError as error:
+            raise MeshError(
+                f"cannot start the process group: rank {os.environ['RANK']} does not reach the store at "
+                f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, or its process has ended, expected a store "
+                f"that all ranks use ({str(error).splitlines()[0]}). Look for the first error of any rank."
+            ) from error
     else:
         store, rank, size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
     if at is None:
