@@ -46,7 +46,7 @@ from helpers.models import build
 
 LAYOUTS = ("own", "several models", "LeRobot", "Trainer", "only trainable", "signed")
 KEPT = 2
-PHASES = ("start", "load", "check", "between", "save", "async save", "writing", "commit", "rotation", "deletion")
+PHASES = ("join", "start", "load", "check", "between", "save", "async save", "writing", "commit", "rotation", "deletion")
 PHASES += ("export", "switch of an export")
 PR_SET_PDEATHSIG = 1
 ROOT = Path(__file__).parents[2]
@@ -289,6 +289,7 @@ def forked(rank, ranks, store, run, errors):
         dist.init_process_group(
             "gloo", store=dist.FileStore(str(store), ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
         )
+        run.phase("start")
         run.go()
     except AssertionError as lost:
         (errors / f"{rank}.loss").write_text(f"{lost}\n{traceback.format_exc()}")
@@ -350,9 +351,14 @@ class Soak:
         return losses
 
     def _wait_for_a_moment(self, pids):
-        """Wait a random time from the end of the load, or until a rank is where it rarely is, and a moment longer."""
-        aim = self.rng.choice([None, None, *PHASES[1:3], *PHASES[6:]])
+        """Wait a random time from the end of the load, or until a rank is where it rarely is, and a moment longer.
+
+        A rank that has not joined yet is not killed: the others would wait for it until the time-out of the group.
+        """
+        aim = self.rng.choice([None, None, *PHASES[2:4], *PHASES[7:]])
         deadline = time.monotonic() + 60
+        while min(self.phases[: len(pids)]) < PHASES.index("start") and time.monotonic() < deadline:
+            time.sleep(0.001)
         while self.phases[0] < PHASES.index("between") and aim not in ("load", "check"):
             if time.monotonic() > deadline or os.waitid(os.P_PID, pids[0], os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 return
