@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import pickle
@@ -11,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -21,6 +23,7 @@ from helpers.training import prepared
 
 from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, build_mesh, shard_model
 from fsdp2_strategy.distributed import collectives, wait_log
+from fsdp2_strategy.distributed.torch_internals import look_at_main_thread, look_at_threads
 from fsdp2_strategy.errors import ConfigError
 
 SECONDS = 1.0
@@ -229,7 +232,7 @@ def test_a_wrong_limit_is_an_error(seconds):
 
 LOOK_WITH_GARBAGE = """
 import gc, sys, threading
-from fsdp2_strategy.distributed.torch_internals import frames_of_threads
+from fsdp2_strategy.distributed.torch_internals import look_at_threads
 
 class Cycle: pass
 
@@ -244,7 +247,7 @@ for _ in range(20):
     cycle = Cycle()
     cycle.itself, cycle.local = cycle, threading.local()
 gc.set_threshold(gc.get_count()[0] + 20)
-assert len(frames_of_threads()) == 51
+assert len(look_at_threads(id)) == 50
 assert gc.isenabled() == is_on
 """
 
@@ -253,3 +256,39 @@ assert gc.isenabled() == is_on
 def test_garbage_that_is_collected_while_frames_are_read_stops_no_thread(collection):
     """Python 3.11 would wait for its own lock: each frame that is read is an allocation, which may collect."""
     subprocess.run([sys.executable, "-c", LOOK_WITH_GARBAGE, collection], check=True, timeout=60)
+
+
+def test_looking_at_threads_keeps_nothing_of_what_they_held():
+    """Without collection of garbage, too: two threads look at each other, and at one that holds something."""
+
+    class Held:
+        pass
+
+    def hold(held, looked):
+        looked.wait(60)
+        return held is None
+
+    def look(times):
+        for _ in range(times):
+            look_at_threads(lambda frame: frame.f_back.f_lineno if frame.f_back else None)
+            look_at_main_thread(lambda frame: frame.f_lineno, None)
+
+    gc.collect()
+    gc.disable()
+    try:
+        looked, held = threading.Event(), Held()
+        alive = weakref.ref(held)
+        holder = threading.Thread(target=hold, args=(held, looked))
+        del held
+        threads = [holder, *(threading.Thread(target=look, args=(300,)) for _ in range(2))]
+        for thread in threads:
+            thread.start()
+        for thread in threads[1:]:
+            thread.join()
+        look(10)
+        looked.set()
+        holder.join()
+        del thread, threads, holder
+        assert alive() is None
+    finally:
+        gc.enable()

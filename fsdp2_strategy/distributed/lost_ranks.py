@@ -31,8 +31,8 @@ from fsdp2_strategy.distributed.process_end import call_at_end
 from fsdp2_strategy.distributed.process_group import group_in_use, ranks_of
 from fsdp2_strategy.distributed.torch_internals import (
     default_store,
-    frame_of_main_thread,
     is_of_default_store,
+    look_at_main_thread,
     process_groups,
 )
 from fsdp2_strategy.distributed.unusable_groups import check_groups
@@ -162,7 +162,7 @@ def collective_in_progress(ranks: Collection[int]) -> str | None:
 
     A trainer may also wait for processes that generate.
     """
-    found = collective_of(frame_of_main_thread())
+    found = look_at_main_thread(collective_of, None)
     if found is None or _is_elsewhere(found.group, ranks):
         return None
     return f"{found.name}, called at {found.place}" if found.place else found.name

@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from unittest.mock import patch
 
 import torch
@@ -57,6 +57,8 @@ tree_leaves, tree_map = _pytree.tree_leaves, _pytree.tree_map
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """torch 2.13 renames the function, and warns about calls by the earlier name."""
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+T = TypeVar("T")
 
 # --- FSDP2: a state -------------------------------------------------------------------------------------------------
 
@@ -476,7 +478,35 @@ def broadcast_coalesced(group: dist.ProcessGroup, tensors: list[torch.Tensor], b
     dist._broadcast_coalesced(group, tensors, bucket_bytes, source)  # type: ignore[attr-defined]
 
 
-def frames_of_threads() -> dict[int, Any]:
+def look_at_threads(look: Callable[[Any], T]) -> dict[int, T]:
+    """Return what ``look`` finds in the innermost frame of each other thread, by the thread's identifier.
+
+    Frames hold what their functions hold, such as models and activations, also after the functions have returned. So
+    they are released before this function returns, and the own frame first of all: it would hold the frames, and they
+    would hold it, until Python collects garbage. ``look`` must not keep a frame.
+    """
+    frames = _frames_of_threads()
+    del frames[threading.get_ident()]
+    try:
+        return {thread: look(frames[thread]) for thread in list(frames)}
+    finally:
+        frames.clear()
+
+
+def look_at_main_thread(look: Callable[[Any], T], otherwise: T) -> T:
+    """Return what ``look`` finds in the innermost frame of the main thread, ``otherwise`` if it has ended."""
+    main = threading.main_thread().ident or 0
+    if main == threading.get_ident():
+        return look(sys._getframe(1))
+    frames = _frames_of_threads()
+    del frames[threading.get_ident()]
+    try:
+        return look(frames[main]) if main in frames else otherwise
+    finally:
+        frames.clear()
+
+
+def _frames_of_threads() -> dict[int, Any]:
     """Return the innermost frame of each thread, by the thread's identifier.
 
     In Python 3.11, garbage that is collected within ``sys._current_frames`` may wait forever for a lock which that call
@@ -488,11 +518,6 @@ def frames_of_threads() -> dict[int, Any]:
     if not was_enabled:
         gc.disable()
     return cast("dict[int, Any]", frames)
-
-
-def frame_of_main_thread() -> Any:
-    """Return the innermost frame of the main thread; None if it has ended."""
-    return frames_of_threads().get(threading.main_thread().ident or 0)
 
 
 def sequence_number(group: Any) -> int:

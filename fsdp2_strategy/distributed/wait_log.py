@@ -35,7 +35,12 @@ from fsdp2_strategy.distributed.background_store import background_store
 from fsdp2_strategy.distributed.log import logger
 from fsdp2_strategy.distributed.lost_ranks import call_of, collective_of, report_key
 from fsdp2_strategy.distributed.process_group import ranks_of
-from fsdp2_strategy.distributed.torch_internals import flight_record, frames_of_threads, sequence_number
+from fsdp2_strategy.distributed.torch_internals import (
+    flight_record,
+    look_at_main_thread,
+    look_at_threads,
+    sequence_number,
+)
 
 _LIBRARIES = tuple({str(Path(__file__).parent.parent), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))})
 WAIT_WARNING_SECONDS = 60.0
@@ -147,37 +152,40 @@ class _WaitLog:
 
 
 def waits() -> dict[int, _Wait]:
-    """Return what each thread of this process waits in."""
-    found: dict[int, _Wait] = {}
-    own = threading.get_ident()
-    for thread, frame in frames_of_threads().items():
-        if thread == own:
-            continue
-        call = call_of(frame)
-        if (inner := collective_of(frame)) is not None:
-            group = inner.group if isinstance(inner.group, dist.ProcessGroup) else dist.group.WORLD
-            ranks = ranks_of(group)
-            if len(ranks) > 1:
-                name = f"{call.name} ({inner.name})" if call else inner.name
-                place = call.place if call else inner.place
-                text = f"{name}, called at {place}" if place else name
-                found[thread] = _Wait((text, sequence_number(group)), text, tuple(ranks))
-        elif call is not None:
-            place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-            text = f"{call.name} (at {place}), called at {call.place}"
-            ranks = ranks_of(None)
-            found[thread] = _Wait((text, id(frame), frame.f_lasti), text, tuple(ranks))
-    return found
+    """Return what each other thread of this process waits in."""
+    found = look_at_threads(_wait_of)
+    return {thread: wait for thread, wait in found.items() if wait is not None}
+
+
+def _wait_of(frame: Any) -> _Wait | None:
+    """Return what a thread waits in, from its innermost frame."""
+    call = call_of(frame)
+    if (inner := collective_of(frame)) is not None:
+        group = inner.group if isinstance(inner.group, dist.ProcessGroup) else dist.group.WORLD
+        ranks = ranks_of(group)
+        if len(ranks) == 1:
+            return None
+        name = f"{call.name} ({inner.name})" if call else inner.name
+        place = call.place if call else inner.place
+        text = f"{name}, called at {place}" if place else name
+        return _Wait((text, sequence_number(group)), text, tuple(ranks))
+    if call is None:
+        return None
+    place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    text = f"{call.name} (at {place}), called at {call.place}"
+    return _Wait((text, id(frame), frame.f_lasti), text, tuple(ranks_of(None)))
 
 
 def position() -> str:
     """Return where the main thread is in the user's program, as text: "in train at train.py:12"."""
-    frame = innermost = frames_of_threads().get(threading.main_thread().ident or 0)
+    return look_at_main_thread(_position_of, "at its end")
+
+
+def _position_of(innermost: Any) -> str:
+    frame = innermost
     while frame is not None and frame.f_code.co_filename.startswith((*_LIBRARIES, "<")):
         frame = frame.f_back
     frame = frame or innermost
-    if frame is None:
-        return "at its end"
     call = call_of(innermost)
     place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
     return f"in {call.name}, called at {place}" if call else f"in {frame.f_code.co_name} at {place}"

@@ -4,20 +4,22 @@ import threading
 from collections import deque
 from contextlib import contextmanager
 
-from fsdp2_strategy.distributed.torch_internals import frames_of_threads
+from fsdp2_strategy.distributed.torch_internals import look_at_threads
 
 
 @contextmanager
 def keeping_frames():
-    """Keep the last frames of this thread within the block, and what their locals refer to."""
-    ended, kept, own = threading.Event(), deque(maxlen=3000), threading.get_ident()
+    """Keep the last frames of all threads within the block, and what their locals refer to."""
+    ended, kept = threading.Event(), deque(maxlen=6000)
+
+    def keep(frame):
+        while frame is not None:
+            kept.append(frame)
+            frame = frame.f_back
 
     def look():
         while not ended.wait(0.001):
-            frame = frames_of_threads().get(own)
-            while frame is not None:
-                kept.append(frame)
-                frame = frame.f_back
+            look_at_threads(keep)
 
     thread = threading.Thread(target=look)
     thread.start()

@@ -46,8 +46,8 @@ from helpers.models import build
 
 LAYOUTS = ("own", "several models", "LeRobot", "Trainer", "only trainable", "signed")
 KEPT = 2
-PHASES = ("join", "start", "load", "check", "between", "save", "async save", "writing", "commit", "rotation", "deletion")
-PHASES += ("export", "switch of an export")
+PHASES = ("join", "start", "load", "check", "between", "save", "async save", "writing", "commit", "rotation")
+PHASES += ("deletion", "export", "switch of an export")
 PR_SET_PDEATHSIG = 1
 ROOT = Path(__file__).parents[2]
 
