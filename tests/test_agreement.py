@@ -114,6 +114,8 @@ def raised(strategy, actor, **options):
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
+@pytest.mark.each
 @pytest.mark.parametrize("name", ["llama", "gpt2"])  # gpt2 adds embeddings of absolute positions
 @pytest.mark.ranks(2)
 def test_an_fp32_engine_agrees_with_an_fp32_trainer_with_padding_anywhere(name):
@@ -241,6 +243,7 @@ def test_a_lora_actor_agrees_with_an_engine_that_has_the_merged_weights():
         assert "weights" in check(strategy, actor).causes
 
 
+@pytest.mark.full
 @pytest.mark.ranks(3)
 def test_ranks_without_an_engine_take_part_and_the_engine_may_be_in_another_process():
     group = dist.new_group([0, 1])
@@ -366,6 +369,8 @@ def letters(shift=0, start=""):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", chat_template=template)
 
 
+@pytest.mark.full
+@pytest.mark.each
 @pytest.mark.parametrize(
     ("options", "cause"), [({}, None), ({"shift": 1}, "tokenizer"), ({"start": "x y z "}, "chat template")]
 )
@@ -415,6 +420,7 @@ def test_prompts_that_the_engine_encoded_in_another_way_are_named():
             check(strategy, actor, engine_prompts=prompts[:2])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.full)])
 @pytest.mark.ranks(2)
 def test_a_router_that_chooses_a_different_number_of_experts_is_named(name):
@@ -428,6 +434,7 @@ def test_a_router_that_chooses_a_different_number_of_experts_is_named(name):
         assert message.count("Likely cause") == 1
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_a_router_that_chooses_other_experts_for_some_tokens_is_named():
     with trained("mixtral") as (strategy, actor):

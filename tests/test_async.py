@@ -106,6 +106,7 @@ def test_several_files_are_the_same_behind_the_trainer(tmp_path):
     assert contents(tmp_path / "sync" / "now") == contents(tmp_path / "async" / "now")
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_training_beside_saves_has_the_same_losses(tmp_path):
     losses = []
@@ -126,6 +127,7 @@ def test_training_beside_saves_has_the_same_losses(tmp_path):
         assert contents(tmp_path / "True" / tag) == contents(tmp_path / "False" / tag)
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_the_next_save_a_load_and_close_wait_for_the_one_in_flight(tmp_path, monkeypatch):
     strategy = strategy_for()

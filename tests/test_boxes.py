@@ -309,6 +309,7 @@ def save_and_load_uneven(folder):
         assert torch.equal(local_of(model.weight), expected)
 
 
+@pytest.mark.full
 def test_ranks_with_columns_of_unequal_number_agree_on_their_checksums(run_on, tmp_path):
     run_on(3, save_and_load_uneven, folder=tmp_path)
 
@@ -320,6 +321,7 @@ def export_on(folder, name, shape):
     save_model(placed_model(name, shape), None, folder)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "kind"), rows(("mixtral", "tp x shard")))
 def test_an_export_is_that_of_one_rank(name, kind, run_on, tmp_path):
     run_on(1, export_on, folder=tmp_path / "one", name=name, shape=(1, 1, 1))

@@ -35,6 +35,7 @@ FULL = pytest.mark.full
 # --- resume --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_resume_is_bitwise_exact_with_dropout(tmp_path):
     def noisy(model, steps, optimizer, scheduler, strategy):
@@ -167,6 +168,7 @@ def load_at(path, shard_size, cpu_offload):
     assert results[0][1].grad_norm > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world", "shard_size"), [(3, -1), pytest.param(4, 2, marks=FULL), pytest.param(1, -1, marks=FULL)]
 )
@@ -176,6 +178,7 @@ def test_another_world_size_and_shard_size_load_the_same_state(tmp_path, run_on,
         run_on(other, load_at, path=tmp_path, shard_size=other_shard_size, cpu_offload=other == 2)
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_parameters_without_gradients_frozen_ones_and_other_groupings_resume(tmp_path):
     def make(seed):
@@ -229,6 +232,7 @@ def test_loading_by_newest_tag_and_directory(tmp_path):
         strategy.load_ckpt(model, tmp_path, tag="global_step8")
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_damaged_checkpoints_are_never_loaded(tmp_path):
     strategy = strategy_for()
@@ -285,6 +289,7 @@ def test_another_shape_is_refused_before_anything_is_copied(tmp_path):
     assert_same(full_parameters(other), before)
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_a_resume_never_starts_a_fresh_adam_without_being_told(tmp_path):
     strategy = strategy_for()

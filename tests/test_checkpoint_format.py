@@ -312,6 +312,7 @@ def test_tensors_of_another_shape_on_one_rank_are_refused_on_every_rank(tmp_path
 # --- damage ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_a_flipped_bit_anywhere_is_found_and_named(tmp_path):
     strategy = strategy_for()
@@ -341,6 +342,7 @@ def test_a_flipped_bit_anywhere_is_found_and_named(tmp_path):
     strategy.load_ckpt(model, path)
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_damage_names_tensor_file_and_bytes_and_what_it_left_is_unusable(tmp_path):
     strategy = strategy_for()
@@ -621,6 +623,7 @@ def save_for_ever(folder):
         strategy.save_ckpt(model, folder, f"value{value}", max_num=2, client_state={"value": value})
 
 
+@pytest.mark.full
 def test_a_run_that_is_killed_while_it_saves_loses_nothing_that_was_committed(tmp_path):
     committed = 0
     for milliseconds in (0, 11):
@@ -654,6 +657,7 @@ def second_run(folder):
     return ours.recv()
 
 
+@pytest.mark.full
 def test_a_second_run_on_the_same_directory_is_refused(tmp_path):
     strategy = strategy_for()
     model, *_ = prepared(strategy, "mlp")
@@ -871,6 +875,7 @@ def write_foreign(folder, wrote):
     strategy.save_ckpt(model, folder / "ours", "a")
 
 
+@pytest.mark.full
 def test_the_command_line_exports_what_other_systems_wrote(tmp_path, capsys, run_on):
     for wrote in WRITERS:
         (tmp_path / wrote).mkdir()

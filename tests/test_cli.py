@@ -77,6 +77,7 @@ def test_inspect_shows_the_newest_usable_checkpoint(ckpts, capsys):
     assert status == 2 and "expected one of" in err and "Did you mean 'global_step" in err
 
 
+@pytest.mark.full
 def test_diff_names_the_tensors_that_differ_and_by_how_much(ckpts, capsys):
     status, out, _ = run(capsys, "diff", ckpts / "global_step2", ckpts / "same")
     assert status == 0 and out.endswith(" equal, 0 different\n")
@@ -120,6 +121,8 @@ def test_an_export_compares_every_file_that_it_copies_with_its_checksum(ckpts, t
     assert not (tmp_path / "out/README.md").exists(), "the manifest does not list it"
 
 
+@pytest.mark.full
+@pytest.mark.each
 @pytest.mark.parametrize("command", ["inspect", "diff", "export"])
 def test_names_of_tensors_that_were_exchanged_are_corruption(ckpts, tmp_path, capsys, command):
     path = ckpts / "same/model/model.safetensors"
@@ -131,6 +134,8 @@ def test_names_of_tensors_that_were_exchanged_are_corruption(ckpts, tmp_path, ca
     assert swapped != content and status == 2 and "corrupt" in error
 
 
+@pytest.mark.full
+@pytest.mark.each
 @pytest.mark.parametrize("command", ["ls", "verify", "inspect", "export"])
 def test_without_a_checkpoint_every_command_says_what_there_is(ckpts, tmp_path, capsys, command):
     extra = [tmp_path / "out"] if command == "export" else []

@@ -113,6 +113,7 @@ def prepared(strategy, args):
     return strategy.prepare_models_and_optimizers(actor, critic, [], reference, args, 8)
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_the_calls_of_the_trainers_run_in_their_order(tmp_path, monkeypatch):
     args, engine, rank = arguments(), Engine(), dist.get_rank()

@@ -129,6 +129,7 @@ def test_a_resumed_trainer_goes_on_bitwise(tmp_path, kind, lora):
         assert torch.equal(parameter, expected[name]), name
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_checkpoints_are_folders_of_the_trainer_committed_and_rotated(tmp_path):
     model = write_model(tmp_path / "model")
@@ -175,6 +176,7 @@ def test_a_file_that_trl_adds_to_a_checkpoint_is_there_and_read_with_async_save(
     assert logged(resumed) == logged(whole)
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_adapters_are_saved_as_peft_does(tmp_path):
     from peft import PeftModel
@@ -219,6 +221,7 @@ def test_the_best_checkpoint_is_kept_and_loaded_at_the_end(tmp_path):
     assert len(logged(folders["ours"])) == 4
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_evaluation_before_and_after_training_gives_the_trainers_own_values(tmp_path):
     model = write_model(tmp_path / "model")
@@ -250,6 +253,7 @@ def test_recomputed_activations_and_half_precision_train(tmp_path):
         assert now == pytest.approx(then, rel=0.02)
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_a_step_makes_one_all_reduce_and_gathers_each_unit_as_often_as_a_loop_of_ones_own(tmp_path):
     counts = []
@@ -702,6 +706,7 @@ def test_a_reference_model_that_is_synchronised_is_the_one_without_sharding(tmp_
             torch.testing.assert_close(parameter, expected[name].detach(), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_computed_prompts_are_refused_before_training_and_prompts_are_saved_and_resumed(tmp_path):
     model = write_model(tmp_path / "model")

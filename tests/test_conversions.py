@@ -58,6 +58,8 @@ def swapped(regions):
     return {**regions, one: regions[other], other: regions[one]}
 
 
+@pytest.mark.full
+@pytest.mark.each
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("change", [renamed, swapped])
 def test_names_that_do_not_come_back_are_saved_as_the_models_own(change, tmp_path):

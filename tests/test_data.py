@@ -253,6 +253,7 @@ def test_batches_equal_those_of_lists_whatever_is_skipped_and_however_epochs_end
     assert far.epoch_of(10**12) == 3 * 10**12 // 7
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", some(["carry", "pad", "drop", "pool", "mixture"], ["mixture"]))
 def test_whatever_is_skipped_saved_and_loaded_batches_equal_those_of_lists(kind):
     """Also when samples are skipped twice in a row, until an epoch has none left, and by ranks that come and go."""
@@ -323,6 +324,8 @@ def run(dataset, batch, states, world, steps, **options):
     return batches, saved[0]
 
 
+@pytest.mark.full
+@pytest.mark.each
 @pytest.mark.parametrize("seed", range(6))
 def test_one_global_order_through_any_sequence_of_worlds_workers_and_kills(seed):
     rng = random.Random(seed)
@@ -688,6 +691,7 @@ def test_an_evaluation_over_unequal_ranks_is_the_exact_mean():
     strategy.close()
 
 
+@pytest.mark.full
 def test_wrong_arguments_of_the_loader_are_errors():
     class Endless(IterableDataset):
         def __iter__(self):
@@ -815,6 +819,7 @@ def part_of_a_run(path, steps):
     dist.barrier()
 
 
+@pytest.mark.full
 def test_batches_stay_the_same_on_changing_numbers_of_ranks(tmp_path, run_on):
     one, other = tmp_path / "one", tmp_path / "other"
     for path in (one, other):
@@ -848,6 +853,7 @@ def part_of_a_run_with_its_own_batches(path, batch):
     dist.barrier()
 
 
+@pytest.mark.full
 def test_a_run_with_another_global_batch_continues_at_the_same_sample(tmp_path, run_on):
     for world, batch in ((2, 4), (3, 6), (1, 3)):
         run_on(world, part_of_a_run_with_its_own_batches, path=tmp_path, batch=batch)

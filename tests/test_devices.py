@@ -193,6 +193,7 @@ def test_two_processes_get_their_devices_or_hear_the_same_error():
     assert first[11][0] == "cpu"
 
 
+@pytest.mark.full
 def test_an_accelerator_without_a_collective_backend_is_refused():
     script = """
 import sys; sys.path.insert(0, "tests")
@@ -234,6 +235,7 @@ print("FOUND" + json.dumps(len(asked)))
     assert run_ranks(script) == [0, 0]
 
 
+@pytest.mark.full
 def test_the_first_rank_ends_its_store_after_the_others_have_read_the_error():
     script = """
 import json, os, sys, time, torch.distributed as dist
@@ -266,6 +268,7 @@ def test_a_rank_that_does_not_read_the_error_is_not_waited_for_long(monkeypatch)
     assert time.monotonic() - begin < 5
 
 
+@pytest.mark.full
 def test_the_end_of_the_stores_process_is_a_named_error():
     script = """
 import json, os, sys, torch.distributed as dist

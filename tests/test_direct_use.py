@@ -221,6 +221,7 @@ def test_a_weight_that_is_used_directly_has_its_gradient(case):
     compare(case)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", worlds(1, 3, usual=(3,)))
 def test_a_weight_is_used_directly_on_any_number_of_ranks(world):
     for case in ("chunks", "embedding", "layers"):

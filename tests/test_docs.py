@@ -199,6 +199,7 @@ def test_the_first_program_of_the_page_on_rollouts_runs(port_of_engine, tmp_path
     torch.testing.assert_close(names["objective"][mask], expected, rtol=0.05, atol=0)
 
 
+@pytest.mark.full
 @pytest.mark.ranks(3)
 def test_the_program_with_an_engine_on_another_rank_runs():
     import torch.distributed as dist

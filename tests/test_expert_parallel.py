@@ -234,6 +234,7 @@ def test_an_engine_has_all_experts(name):
     strategy.check_engine_agreement(model, ids, answer_mask=answers, on_disagreement="raise")
 
 
+@pytest.mark.full
 @pytest.mark.ranks(4)
 def test_what_cannot_be_divided_is_refused_by_name():
     def refused(model, error, says, mesh=None, **options):

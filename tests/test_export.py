@@ -306,6 +306,7 @@ def export_in_little_memory(folder):
         assert resident("VmHWM") - before < 64e6
 
 
+@pytest.mark.full
 @pytest.mark.real_sizes
 def test_a_rank_holds_little_more_than_its_shard_while_it_exports(tmp_path, run_on):
     run_on(2, export_in_little_memory, folder=tmp_path)

@@ -146,6 +146,8 @@ def generated(model, ids):
 IDS = torch.arange(3, 15).view(2, 6)
 
 
+@pytest.mark.full
+@pytest.mark.each
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "settings",

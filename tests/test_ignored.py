@@ -136,6 +136,8 @@ def test_what_is_ignored_is_a_plain_tensor_whole_on_every_rank_and_may_be_used_w
     assert model.table.weight.shape == (96, 16) and same_on_all_ranks(model.table.weight.grad.tolist())
 
 
+@pytest.mark.full
+@pytest.mark.each
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("name", "ignored", "frozen"),
@@ -283,6 +285,8 @@ def test_a_tower_that_not_every_rank_runs_is_not_trained_where_it_is_ignored():
     assert strategy.optimizer_step(optimizer, frozen).stepped
 
 
+@pytest.mark.full
+@pytest.mark.each
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_what_is_ignored_within_a_unit_that_is_walked_through_is_left_to_itself(recompute):
@@ -303,6 +307,7 @@ def test_what_is_ignored_within_a_unit_that_is_walked_through_is_left_to_itself(
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "config",

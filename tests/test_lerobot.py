@@ -481,6 +481,7 @@ def test_of_a_remote_root_is_fetched_what_is_needed_and_kept_what_is_held(large,
     assert most < 6 * episode, "two pools, and what a batch has of a third"
 
 
+@pytest.mark.full
 def test_room_that_is_too_small_for_a_pool_is_an_error(large, server, tmp_path):
     served = server(large)
     with contextlib.closing(LeRobotDataset(served.url, pool=16, cache_dir=tmp_path, disk_bytes=1 << 20)) as dataset:
@@ -491,6 +492,7 @@ def test_room_that_is_too_small_for_a_pool_is_an_error(large, server, tmp_path):
         loader.close()
 
 
+@pytest.mark.full
 def test_with_little_room_the_next_episodes_wait(large, server, tmp_path):
     served = server(large)
     with contextlib.closing(LeRobotDataset(served.url, pool=2, cache_dir=tmp_path, disk_bytes=1)) as dataset:
@@ -536,6 +538,8 @@ def damage(path):
     path.write_bytes(content)
 
 
+@pytest.mark.full
+@pytest.mark.each
 @pytest.mark.parametrize("what", ["video", "parquet", "short video", "no video"])
 def test_a_damaged_file_is_named_or_left_out_and_counted(copied, what):
     data = copied / "data" / "chunk-000" / "file-001.parquet"  # episodes 3, 4, 5

@@ -316,6 +316,7 @@ def load_on_any(path):
     assert_same(full_state(*run[1:]), torch.load(path / "state"))
 
 
+@pytest.mark.full
 def test_another_number_of_ranks_loads_the_same_state(tmp_path, run_on):
     run_on(2, save_for_any, path=tmp_path)
     run_on(1, load_on_any, path=tmp_path)
@@ -366,6 +367,7 @@ def save_for_ever(folder):
         strategy.save_ckpt(policy, folder, max_num=2, layout=layout_of(), async_save=step % 2 == 0)
 
 
+@pytest.mark.full
 def test_a_run_that_is_killed_while_it_saves_leaves_a_last_that_is_whole(tmp_path):
     kill_within_a_save(save_for_ever, tmp_path)
     assert verify_checkpoint(tmp_path / "last").ok
@@ -387,6 +389,7 @@ def test_rotation_keeps_the_newest_and_last_names_it(tmp_path):
     assert (tmp_path / "last").readlink() == Path("000005"), "what it named is gone"
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_a_directory_may_hold_checkpoints_of_both_layouts(tmp_path):
     run = start()

@@ -63,6 +63,7 @@ def test_a_linear_heads_log_probs_are_the_plain_ones_in_value_and_gradient(bias,
     assert torch.equal(linear_log_probs(hidden.view(3, 5, 8), weight, targets, offset, **options), results[0][0])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", worlds(1, 2, 3, 4))
 def test_a_sharded_models_log_probs_and_gradients_are_those_of_full_logits(world):
     # llama: the head is a unit of its own; llama_tied, qwen2: it lies in the root; gpt2: no rotary positions

@@ -391,6 +391,7 @@ def test_ranks_that_draw_the_same_batches_are_warned_of_once():
     assert losses_in_log(lambda _: 0 if rank < 2 else 2) == []
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_loaders_whose_batches_or_data_do_not_fit_are_warned_of_once(tmp_path):
     rank, box = dist.get_rank(), [str(tmp_path)]

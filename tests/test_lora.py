@@ -116,6 +116,7 @@ def test_float64_training_equals_peft_unsharded(world, name):
     train_beside_reference(model, name=name, dtype=torch.float64, tolerances=(1e-10, 1e-10))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("world", "name"), matrix((2, 3), ["qwen2_vl", "qwen3_moe"], usual=["qwen2_vl"]))
 def test_float32_training_equals_peft_unsharded(world, name):
     model = adapted(name, target_modules=["q_proj", "qkv", "v_proj"])
@@ -282,6 +283,7 @@ class ReducedElements(CountCollectives):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "config",
@@ -386,6 +388,7 @@ def test_an_export_is_what_peft_merges_and_the_model_stays_as_it_is(world, tmp_p
         assert not any(getattr(module, "merged", False) for module in model.modules())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", worlds(2, 3, usual=(2,)))
 def test_a_stream_gives_what_an_export_writes(world, tmp_path):
     for kind in ("all", "modules", "experts"):
@@ -582,6 +585,7 @@ def test_a_wrapper_with_a_head_of_its_own_is_written_with_merged_weights(tmp_pat
 # --- out: adapters alone -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", worlds(2, 3, usual=(2,)))
 def test_adapters_alone_are_what_peft_saves_and_peft_loads_them(world, tmp_path):
     for kind in ("all", "biases", "embeddings", "modules", "dora", "half", "experts"):
@@ -732,6 +736,7 @@ def test_a_checkpoint_of_adapters_alone_loads_on_any_number_of_ranks(run_on, tmp
         run_on(world_size, resume_with_adapters, folder=tmp_path / "base", ckpts=tmp_path / "ckpts")
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_a_checkpoint_of_the_whole_resumes_to_the_bit_and_its_model_opens_as_the_base(tmp_path):
     folder = folder_with(tmp_path / "base")

@@ -37,6 +37,7 @@ def forward(model):
     return loss_of("llama", model, batch_of("llama", 0, dist.get_rank()))
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("shard_size", some([-1, 1], [-1]))
 def test_a_trip_changes_no_number_of_a_run(shard_size):

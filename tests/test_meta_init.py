@@ -501,6 +501,7 @@ def untied_copies_have_the_values_of_the_source(tied):
                     assert torch.equal(parameters[own].full_tensor(), value), (name, is_inside, own)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_copies_of_a_tied_weight_have_its_values(world_size, tied, run_on):
     run_on(world_size, untied_copies_have_the_values_of_the_source, tied=tied)

@@ -64,6 +64,8 @@ def cases(*rows):
     ]
 
 
+@pytest.mark.full
+@pytest.mark.each
 @pytest.mark.parametrize(
     ("world", "name", "policy"),
     cases(
@@ -115,6 +117,8 @@ def test_micro_batches_may_have_images_at_any_time(world, policy, grad_sync):
                 break  # the reference's masters are bf16
 
 
+@pytest.mark.full
+@pytest.mark.each
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.ranks(2)
 def test_a_projector_or_a_tower_may_be_all_that_is_trained(policy):

@@ -217,6 +217,7 @@ def test_a_mesh_of_all_ranks_takes_no_other_group_and_no_more_collectives():
 # --- a strategy of some of the ranks ---------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shard_size", some([-1, 1], [-1]))
 @pytest.mark.ranks(3)
 def test_a_strategy_of_two_ranks_of_three_trains_and_goes_on_as_one_of_two(shard_size, tmp_path):
@@ -416,6 +417,7 @@ def train_beside(address, name):
     strategy.close()
 
 
+@pytest.mark.full
 def test_a_process_that_shares_no_group_serves_trainers_one_after_the_other(server, run_on):
     address, name = free_address(), "llama_tied"
     server(address, name)
@@ -772,6 +774,7 @@ def test_an_end_that_is_closed_in_the_middle_of_another_threads_call_breaks_it_o
     assert len(failures) == 1 and "is lost (it was closed)" in failures[0]
 
 
+@pytest.mark.full
 def test_whoever_takes_longer_than_silence_is_borne_is_waited_for(monkeypatch):
     monkeypatch.setattr(connection_module, "_HEARTBEAT_SECONDS", 0.1)
 
@@ -1006,6 +1009,7 @@ def test_an_address_at_a_free_port_is_known_before_it_is_served_at(host):
         listen_at_free_port("203.0.113.1")
 
 
+@pytest.mark.full
 def test_where_nobody_serves_and_what_is_no_place_is_an_error_that_says_so():
     address = free_address()
     with pytest.raises(RolloutError, match=f"no server listens at {address}"):

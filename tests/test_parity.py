@@ -84,6 +84,7 @@ def test_what_is_ignored_trains_as_if_it_were_sharded(world, name, ignored):
     )
 
 
+@pytest.mark.full
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("mode", some(["defer_all_reduce", "last", "every"], ["defer_all_reduce"]))
 def test_what_is_ignored_is_accumulated_in_every_mode(mode):
@@ -126,6 +127,7 @@ def test_accumulation_equals_one_large_batch_in_every_mode(world, shard_size, mo
     )
 
 
+@pytest.mark.full
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("reshard", some([False, 2, 1, 4], [2]))
 def test_reshard_after_forward_changes_no_number(reshard):

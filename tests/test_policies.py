@@ -187,6 +187,7 @@ def loaded_as_its_class(name, folder):
     return fresh
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_recomputed_decoders_of_which_one_reads_the_others_cache_change_no_number():
     def batches(step):
@@ -247,6 +248,7 @@ def test_a_policy_that_makes_fp32_of_its_own_computes_in_bf16_without_autocast(n
 # --- a tower that is frozen and in fp32 beside bf16, later unfrozen ------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", some(["waits", "made anew", "added"], ["waits"]))
 @pytest.mark.ranks(2)
 def test_an_fp32_tower_beside_bf16_is_unfrozen_midway_and_has_masters(way, tmp_path):
@@ -343,6 +345,7 @@ def test_images_on_some_ranks_only_change_no_number(policy):
 FLOW_BLOCKS = ("FlowBlock", "GemmaDecoderLayer", "SiglipEncoderLayer")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("blocks", some([(), FLOW_BLOCKS], [FLOW_BLOCKS]), ids=["root", "units"])
 @pytest.mark.parametrize("world", worlds(2, 3))
 def test_a_head_that_runs_without_labels_too_and_counts_for_nothing_keeps_ranks_in_step(world, blocks):
@@ -373,6 +376,7 @@ def test_a_head_of_the_root_unit_may_be_skipped_on_some_ranks():
     train_on("backbone", lambda step: backbone_batches(step, actions=True), block_class_names=())
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", some(["pi0", "smolvla", "act", "diffusion"], ["act"]))
 def test_actions_that_are_all_padding_on_a_rank_keep_it_in_step(name):
@@ -385,6 +389,7 @@ def test_actions_that_are_all_padding_on_a_rank_keep_it_in_step(name):
     train_on(name, batches)
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_cameras_that_a_rank_lacks_are_black_and_masked():
     def batches(step):

@@ -732,6 +732,7 @@ def test_a_rank_that_makes_another_call_and_one_that_runs_the_model_both_hear_of
     assert all_raise(run, f"rank 0 gathers the root unit of Ordered, rank 1 {text}") < 5
 
 
+@pytest.mark.full
 @pytest.mark.ranks(3)
 def test_a_rank_that_is_still_in_the_collective_before_hears_of_units_in_another_order():
     strategy, model, _ = prepared(Ordered)

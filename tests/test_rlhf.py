@@ -274,6 +274,7 @@ def rounded_llama(seed=0):
     return model
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("grad_sync", some(["defer_all_reduce", "last"], ["last"]))
 def test_masters_in_the_optimizer_are_the_same_arithmetic_as_masters_in_the_model(grad_sync, tmp_path):
@@ -384,6 +385,7 @@ def test_any_optimizer_gets_masters_around_it_or_from_parameters():
         optimizers[1].load_state_dict(FSDPadaptOptimizer([nn.Parameter(torch.ones(1))]).state_dict())
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_float16_scales_its_loss_skips_overflows_and_resumes(tmp_path):
     def prepare(seed=0):
@@ -559,6 +561,7 @@ def test_averages_take_the_parameters_place_and_give_it_back(tmp_path):
         ema.update(strategy.prepare_model(build("mlp")))
 
 
+@pytest.mark.full
 @pytest.mark.ranks(4)
 def test_a_moving_average_keeps_fp32_behind_a_bf16_model_of_another_sharding():
     strategy = strategy_for(bf16=True)
@@ -575,6 +578,7 @@ def test_a_moving_average_keeps_fp32_behind_a_bf16_model_of_another_sharding():
     assert_same(full_parameters(ema), {n: p.bfloat16() for n, p in expected.items()})
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_a_moving_average_acts_once_per_optimizer_step(tmp_path):
     def start():

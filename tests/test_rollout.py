@@ -54,6 +54,7 @@ def collectives_of(monkeypatch):
 # --- the stream ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", worlds(1, 2, 3, 4, usual=(2,)))
 def test_a_stream_gives_what_an_export_writes(world, tmp_path):
     cases = [*HUGGING_FACE[world::4], "mlp", "unet"]

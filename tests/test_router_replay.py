@@ -226,6 +226,7 @@ def test_a_models_own_choices_change_no_bit(name, dtype):
         assert any(p.grad.abs().max() > 0 for p in router.module.parameters())
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_micro_batches_replay_their_rows_under_the_strategy():
     def strategy_and_model():
@@ -584,6 +585,7 @@ def test_groups_follow_from_the_experts(name):
     assert (logits - expected).abs().max() < 1e-10
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_split_sequences_and_compiled_blocks_are_refused():
     ids = prompts()[0].clamp(min=3)

@@ -175,6 +175,7 @@ def test_default_positions_are_those_of_the_model(name):
         train_next_to_unsharded(strategy, build(name), kinds=(without_positions, plain), steps=2, tolerance=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("sp", "shard_size"), layouts("2x2"))
 def test_accumulation_weighs_all_tokens_equally_if_their_number_is_odd(sp, shard_size):
     steps = [[(21, 9, -100), (13, 6, 3)], [(9, 5, -100), (6, 3, -100)]]  # lengths, and the token that is no label
@@ -226,6 +227,7 @@ def test_num_items_of_the_step_divide_the_losses_of_all_micro_batches():
         assert_close(full_grads(model), {n: p.grad for n, p in unsharded.named_parameters()}, 1e-6, "gradient of")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("sp", "shard_size"), layouts("2x2"))
 def test_log_probs_of_full_sequences_have_the_gradients_of_unsharded(sp, shard_size):
     with strategy_for(sp) as strategy:
@@ -377,6 +379,7 @@ def test_recomputed_activations_have_the_gradients_of_unsharded(name, how):
         train_next_to_unsharded(strategy, model, kinds=(plain,), steps=2, tolerance=1e-4, prepare=enable)
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", some(["llama", "mamba2"], ["llama"]))
 def test_lora_and_frozen_parameters_train_as_unsharded(name):
@@ -405,6 +408,7 @@ def test_lora_and_frozen_parameters_train_as_unsharded(name):
             assert any(trained) and not all(trained)
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_offloaded_parameters_and_averages_are_those_of_full_sequences():
     found = []
@@ -590,6 +594,7 @@ def test_dropout_keeps_the_mean_and_its_gradients_belong_to_its_masks():
         assert change == pytest.approx(-1e-3 * norm**2, rel=1e-2)
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", some(["gpt2", "mamba2"], ["gpt2"]))
 def test_a_resumed_run_with_dropout_is_bitwise_equal(name, tmp_path):

@@ -147,6 +147,7 @@ def load_on_others(folder, expected):
     run.save(folder / f"on{dist.get_world_size()}")
 
 
+@pytest.mark.full
 def test_several_models_load_on_any_number_of_ranks(run_on, tmp_path):
     run_on(2, save_for_others, folder=tmp_path)
     for world in (2, 1, 3):
@@ -284,6 +285,7 @@ def test_the_optimizers_of_a_call_replace_those_of_the_strategy(tmp_path):
     assert state["optimizer"]["settings"][0]["lr"] < 0.1
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_the_free_functions_save_and_load_several_models(tmp_path):
     run = Run()
@@ -352,6 +354,7 @@ def test_a_run_that_is_killed_between_the_models_resumes_all_of_them_at_one_step
     assert all(verify_checkpoint(checkpoint.path).ok for checkpoint in list_checkpoints(tmp_path))
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_damage_in_one_model_leaves_all_unusable_and_an_older_one_is_the_fallback(tmp_path):
     run = Run()

@@ -507,6 +507,7 @@ FOREIGN = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("kind", some(KINDS, ("own",)))
 def test_other_directories_are_never_changed(tmp_path, kind):
@@ -940,6 +941,7 @@ def hold_and_fork(folder, pipe):
     signal.pause()
 
 
+@pytest.mark.full
 def test_a_child_that_outlives_a_killed_run_does_not_keep_its_lock(tmp_path):
     ours, theirs = processes.Pipe()
     process = processes.Process(target=hold_and_fork, args=(tmp_path, theirs), daemon=True)

@@ -199,6 +199,8 @@ def test_unsigned_stripped_changed_and_otherwise_signed_manifests_are_refused(tm
     assert verify_checkpoint(path, key_file=key).ok
 
 
+@pytest.mark.full
+@pytest.mark.each
 @pytest.mark.parametrize("name", ["trainable", "ema"])
 def test_a_folder_that_a_load_would_read_instead_is_refused(name, tmp_path, key, run_on):
     run_on(2, saved, folder=tmp_path, key=key, kind="own")

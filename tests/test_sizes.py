@@ -102,6 +102,7 @@ def load_what_was_saved_in_blocks(path, size, expected):
     dist.barrier()
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("saved", "loaded"),
@@ -293,6 +294,8 @@ def test_a_layout_is_made_again_only_for_tensors_that_are_not_alike(tmp_path):
     strategy.load_ckpt(model, tmp_path, tag="small files")
 
 
+@pytest.mark.full
+@pytest.mark.each
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_rank_that_is_late_to_make_its_files_keeps_nobody_from_saving(slow, tmp_path):

@@ -227,6 +227,8 @@ def test_a_scalar_that_is_trained_later_gets_the_average_gradient():
     assert same_on_all_ranks(model.temperature.grad.item())
 
 
+@pytest.mark.full
+@pytest.mark.each
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("mode", "expected"), [("every", (9, 9)), ("last", (3, 3)), ("defer_all_reduce", (9, 3))])
 def test_accumulation_communicates_what_its_mode_says(mode, expected):

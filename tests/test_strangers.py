@@ -517,6 +517,8 @@ def test_a_method_of_a_library_names_no_arguments_for_trainers():
         end.close()
 
 
+@pytest.mark.full
+@pytest.mark.each
 @pytest.mark.parametrize(
     "said",
     [
@@ -636,6 +638,8 @@ class Stopped(Keeper):
         self.goes_on.wait(60)
 
 
+@pytest.mark.full
+@pytest.mark.each
 @pytest.mark.parametrize("count", [1, 40])
 def test_an_engine_that_stops_reading_ends_the_update_although_its_heartbeats_arrive(count, monkeypatch):
     monkeypatch.setattr(sizes, "LARGE_BYTES", 1 << 20)
@@ -675,6 +679,7 @@ def test_a_limit_and_a_path_that_cannot_be_are_errors():
         end.close()
 
 
+@pytest.mark.full
 def test_a_trainer_that_thinks_between_messages_is_not_lost():
     def slow():
         for i in range(3):

@@ -263,6 +263,7 @@ def test_what_runs_short_and_what_is_ignored_is_said(tmp_path, data):
         assert short.startswith("4 episodes do not fill the pools of all ranks, 8 in total")
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_what_one_rank_cannot_read_ends_all_of_them_by_name(tmp_path, data):
     def unreadable(dataset, i):

@@ -110,6 +110,7 @@ def batch_of_mlps(seed):
 # --- training has the numbers of the unsharded model ----------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", some((*DENSE[::3], *EXPERTS[::3], "qwen3_moe"), ["qwen3_moe"], full=NAMES[::6]))
 def test_architectures_train_on_two_ranks_that_share_layers(name):
@@ -284,6 +285,7 @@ def test_items_and_tokens_of_a_batch_count_once(passed):
 # --- other models, and other ways to use one ------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.ranks(4)
 def test_a_plan_of_the_user_splits_any_model():
     strategy = split_over_two(tensor_parallel_plan=Mlps.PLAN)
@@ -340,6 +342,7 @@ def test_lora_is_split_like_the_layers_that_it_adapts():
     assert shapes[f"{of}.mlp.down_proj.lora_B.default.weight"] == (16, 4)
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("saved", "tied"),
@@ -592,6 +595,7 @@ def test_heads_and_adapters_of_rowwise_layers_draw_independent_masks_and_all_oth
         assert torch.equal(*of_ranks) != is_split, number
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_a_run_with_dropout_in_split_layers_resumes_bitwise(tmp_path):
     losses = []
@@ -694,6 +698,7 @@ def test_some_of_all_ranks_may_share_layers():
         torch.testing.assert_close(own, expected.detach(), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.full
 @pytest.mark.ranks(4)
 def test_other_batches_on_ranks_that_share_layers_are_an_error_on_every_rank():
     strategy = split_over_two()

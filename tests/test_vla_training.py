@@ -241,6 +241,7 @@ def test_a_run_that_is_killed_goes_on_with_the_same_losses(tmp_path, loader, mic
     ]
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_a_run_in_lerobots_layout_resumes_with_the_same_losses(tmp_path):
     layout = LeRobotLayout(total_steps=7, batch_size=2, gradient_accumulation_steps=2, train_config={"seed": 3})
@@ -295,6 +296,7 @@ def test_micro_batches_that_fill_no_step_are_carried_over_an_epochs_end(tmp_path
     assert dist.get_rank() or len(recorder.records) == 7
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_the_bar_counts_optimizer_steps_from_where_the_run_goes_on(tmp_path):
     bars = []
@@ -380,6 +382,7 @@ def test_steps_follow_from_whole_batches_of_examples(tmp_path):
         assert strategy.optimizer.param_groups[0]["lr"] == 0.01
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_the_freeze_holds_from_the_first_step_and_no_resume_repeats_it(tmp_path):
     def backbone(strategy):
@@ -403,6 +406,7 @@ def test_the_freeze_holds_from_the_first_step_and_no_resume_repeats_it(tmp_path)
         assert rates == [(0.0, 0.03)] * 3 + [(0.01, 0.03)] * 4, "what the next step has, as VITRA reports it"
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_trainable_weights_alone_are_saved_where_the_caller_says_so(tmp_path):
     def frozen():
@@ -761,6 +765,7 @@ def test_a_run_that_is_told_to_stop_saves_and_says_that_it_is_not_through(tmp_pa
     assert [c.tag for c in list_checkpoints(tmp_path / "checkpoints")] == ["epoch=1-step=3.ckpt"]
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_what_cannot_be_done_is_said_on_every_rank(tmp_path):
     for error, options in (
@@ -855,6 +860,7 @@ def test_a_loader_that_fails_or_ends_on_one_rank_ends_all(tmp_path):
         set_up(tmp_path).run_training(iter(plain()), metrics, None, None)
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_random_numbers_that_are_drawn_before_training_goes_on_change_nothing(tmp_path):
     _, expected = run(tmp_path / "whole", "resumable", per_device_batch_size=2)
@@ -962,6 +968,7 @@ class Placed:
         yield from ([[2 * i + self.epoch, 2 * i + 1] for i in range(self.first, 4)])
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_a_sampler_that_the_caller_has_brought_to_its_place_is_left_there(tmp_path):
     def start(place, stop_after=None, **begin):

@@ -50,6 +50,7 @@ def does_something_else(seconds):
     time.sleep(seconds)
 
 
+@pytest.mark.full
 @pytest.mark.ranks(3)
 def test_a_rank_that_calls_alone_says_so_once_with_what_the_others_do(tmp_path):
     strategy = strategy_with(SECONDS)
@@ -118,6 +119,7 @@ def test_a_background_thread_that_waits_is_noticed_while_the_program_goes_on():
     assert not [message for message in messages if "all_reduce" in message.partition("Other")[0]]
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_a_loop_that_waits_a_little_in_each_step_logs_nothing():
     strategy = strategy_with(SECONDS)

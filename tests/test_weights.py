@@ -198,6 +198,7 @@ def load_in_little_memory(folder):
     assert resident("VmHWM") - before < shard + 64e6
 
 
+@pytest.mark.full
 def test_a_rank_holds_its_shard_and_little_more_while_it_loads(tmp_path, run_on):
     config = LlamaConfig(
         hidden_size=1024, intermediate_size=2816, num_hidden_layers=4, vocab_size=2000, num_attention_heads=8
