@@ -65,6 +65,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     seen: set[tuple[Path, str]] = set()
     items[:] = [item for item in items if _variant(item) != "simulated" or not _repeats(item, seen)]
     items.sort(key=lambda item: (_variant(item), _world_size(item)))
+    _leave_to_full(items)
     _leave_to_sweep(items)
     for item in items:
         for name, files in INTEGRATIONS.items():
@@ -77,16 +78,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.xdist_group(f"{ranks} {item.path.stem}"))
 
 
+def _leave_to_full(items: list[pytest.Item]) -> None:
+    """Mark every other case of a test on ranks for CI alone."""
+    short = [item for item in items if _world_size(item) and not item.get_closest_marker("full")]
+    for item in _all_but_one_in(2, short):
+        item.add_marker("full")
+        item.add_marker("each")
+
+
 def _leave_to_sweep(items: list[pytest.Item]) -> None:
-    """Mark further cases of tests for `make sweep`: CI runs one in `ONE_IN`, chosen by name."""
+    """Mark further cases of tests for `make sweep`: CI runs one in `ONE_IN`."""
+    of_ci = [i for i in items if i.get_closest_marker("full") and not any(map(i.get_closest_marker, ("sweep", "each")))]
+    for item in _all_but_one_in(ONE_IN, of_ci):
+        item.add_marker("sweep")
+
+
+def _all_but_one_in(number: int, items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Yield the cases of each test but one in ``number``, chosen by name."""
     cases = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("full") and not any(map(item.get_closest_marker, ("sweep", "each"))):
-            cases[item.path, getattr(item, "originalname", item.name), _variant(item)].append(item)
+        cases[item.path, getattr(item, "originalname", item.name), _variant(item)].append(item)
     for of_test in cases.values():
         of_test.sort(key=lambda item: zlib.crc32(item.name.encode()))
-        for item in of_test[-(-len(of_test) // ONE_IN) :]:
-            item.add_marker("sweep")
+        yield from of_test[-(-len(of_test) // number) :]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -285,6 +285,7 @@ def test_a_flipped_byte_in_the_columns_of_any_rank_is_found(run_on, tmp_path):
             run_on(world, load_damaged, folder=tmp_path, name="llama", shape=shape)
 
 
+@pytest.mark.full
 @pytest.mark.real_sizes
 def test_columns_share_checksums_over_many_rows(run_on, tmp_path):
     run_on(4, save_on, folder=tmp_path, name="llama", shape=SHAPES["tp x shard"])

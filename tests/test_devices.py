@@ -214,6 +214,7 @@ except MeshError as error:
     assert "'fake', expected one of ['cuda', " in message and "mps" not in message, "gloo does not take its tensors"
 
 
+@pytest.mark.full
 def test_a_group_of_some_ranks_needs_no_others_if_the_default_group_is_bound_to_a_device():
     script = """
 import json, os, datetime, torch, torch.distributed as dist

@@ -643,6 +643,7 @@ def test_copies_by_pickle_read_the_same(roots):
         assert dataset.counts["samples"] == 3
 
 
+@pytest.mark.full
 def test_one_that_is_not_closed_leaves_nothing_when_it_is_gone(large, server, tmp_path):
     served = server(large)
     before = threading.active_count()

@@ -322,6 +322,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 def test_a_worker_forked_during_a_save_with_an_open_engine_ends_at_once_and_changes_nothing(tmp_path):
     (script := tmp_path / "workers.py").write_text(WORKERS)
     root = Path(__file__).parents[1]

@@ -138,6 +138,7 @@ def test_the_order_of_a_run_is_that_of_the_trainer_itself(tmp_path, world, name)
     assert indices(name, model, tmp_path / "ours", max_steps=14) == expected
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_ranks_whose_random_states_differ_share_one_order(tmp_path):
     model = write_model(tmp_path / "model")

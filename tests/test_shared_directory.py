@@ -446,6 +446,7 @@ def test_neighbours_that_cannot_be_read_are_ignored(tmp_path, kind, code):
         assert "lost" not in printed("ls", tmp_path)[1]
 
 
+@pytest.mark.full
 @pytest.mark.ranks(1)
 @in_all_layouts
 @pytest.mark.parametrize("code", some([errno.EACCES, errno.EIO], [errno.EIO]))

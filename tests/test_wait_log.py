@@ -254,6 +254,8 @@ assert gc.isenabled() == is_on
 """
 
 
+@pytest.mark.full
+@pytest.mark.each
 @pytest.mark.parametrize("collection", ["on", "off"])
 def test_garbage_that_is_collected_while_frames_are_read_stops_no_thread(collection):
     """Python 3.11 would wait for its own lock: each frame that is read is an allocation, which may collect."""
