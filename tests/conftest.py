@@ -123,7 +123,9 @@ def _repeats(item: pytest.Item, seen: set[tuple[Path, str]]) -> bool:
     if "simulated" not in getattr(getattr(item, "callspec", None), "params", {}).values():
         return False  # a test of the device itself
     test = item.path, getattr(item, "originalname", item.name)
-    is_repeated = (test in seen and item.path.name != "test_gpu.py") or len([*item.iter_markers("full")]) > 1
+    of_function = [mark for mark in getattr(item.function, "pytestmark", ()) if mark.name == "full"]
+    is_long_case = len([*item.iter_markers("full")]) - len(of_function) > 1
+    is_repeated = (test in seen and item.path.name != "test_gpu.py") or is_long_case
     seen.add(test)
     return is_repeated or any(map(item.get_closest_marker, ("sweep", "soak", "big")))
 
