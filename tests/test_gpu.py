@@ -9,8 +9,10 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import warnings
 
 import pytest
+import simulated_accelerator
 import torch
 import torch.distributed as dist
 import transformers
@@ -32,7 +34,7 @@ from fsdp2_strategy import (
 )
 from fsdp2_strategy.checkpoint.training_state import optimizer_tensors
 from fsdp2_strategy.distributed.process_group import control_device, current_device
-from fsdp2_strategy.errors import ConfigError
+from fsdp2_strategy.errors import ConfigError, StepError
 from fsdp2_strategy.logprob import linear_log_probs
 from fsdp2_strategy.model import offload, reload
 from fsdp2_strategy.model.names import named_parameters
@@ -431,3 +433,82 @@ def test_two_gpus_stream_what_they_save(tmp_path):
     strategy.save_model(model, None, tmp_path, dtype=torch.bfloat16)
     expected = load_file(tmp_path / "model.safetensors")
     assert_bitwise_equal({name: tensor.cpu() for name, tensor in stream_weights(model, bucket_bytes=4096)}, expected)
+
+
+def waits_of_host(call):
+    """Return how often the host waits for values of the device in a call."""
+    if simulated_accelerator.is_loaded():
+        with simulated_accelerator.counted() as counters:
+            call()
+        return counters.syncs + counters.blocking_to_host
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing" in str(warning.message) for warning in caught)
+
+
+PARALLEL = [{"sequence_parallel_size": 2}, {"tensor_parallel_size": 2}]
+
+
+@on_two_gpus
+@pytest.mark.parametrize("config", [{}, {"shard_size": 1}, {"bf16": True}, {"train_batch_size": 8}, *PARALLEL])
+def test_the_host_waits_for_the_device_once_in_a_step(config):
+    if not simulated_accelerator.is_loaded() and current_device().type != "cuda":
+        pytest.skip("torch reports waits of the host for CUDA alone")
+    model = on_this_rank(build("llama"))
+
+    def without_sharding():
+        model(**on_device(batch_of("llama", 0, 0)), use_cache=False).loss.backward()
+
+    of_model = waits_of_host(without_sharding)
+    model.zero_grad()
+    strategy = FSDPV2Strategy(config=StrategyConfig(**{"bf16": False, "max_norm": 1.0, **config}))
+    strategy.prepare_model(model, is_training=True)
+    optimizer = strategy.create_optimizer(model, lr=1e-3)
+    averages = EMA(model, decay=0.9)
+    rank = 0 if config in PARALLEL else dist.get_rank()
+    micro_batches = 4 if "train_batch_size" in config else 1
+
+    def step(number):
+        for index in range(micro_batches):
+            batch = on_device(batch_of("llama", number + index, rank))
+            part = strategy.shard_sequence(batch)
+            loss = model(**part, use_cache=False).loss
+            items = torch.tensor(rank + 3, device=current_device())
+            strategy.backward(loss, model, optimizer, num_tokens=items)
+            result = strategy.optimizer_step(optimizer, model, None)
+        averages.update(model)
+        assert result.stepped
+
+    step(0)
+    step(4)
+    assert waits_of_host(lambda: step(8)) == 1 + (0 if strategy.sp_size > 1 else of_model * micro_batches)
+
+
+@on_two_gpus
+@pytest.mark.parametrize("config", PARALLEL)
+def test_ranks_with_other_batches_on_the_device_are_an_error_of_the_step(config):
+    model = on_this_rank(build("llama"))
+    strategy = FSDPV2Strategy(config=StrategyConfig(bf16=False, **config))
+    strategy.prepare_model(model, is_training=True)
+    optimizer = strategy.create_optimizer(model, lr=1e-3)
+
+    def step(rank, factor=1):
+        batch = strategy.shard_sequence(on_device(batch_of("llama", 0, rank)))
+        strategy.backward(factor * model(**batch, use_cache=False).loss, model, optimizer)
+        return strategy.optimizer_step(optimizer, model, None)
+
+    before = tensors_of(model, optimizer)
+    with pytest.raises(StepError, match=r"input_ids, labels of rank 1 differ from those of rank 0, .* 0, 1, which"):
+        step(dist.get_rank())
+    assert_bitwise_equal(tensors_of(model, optimizer), before)
+    optimizer.zero_grad()
+    if "tensor_parallel_size" in config:
+        with pytest.raises(StepError, match=r"the losses of the ranks 0, 1 are [\d.]+, [\d.]+, expected equal losses"):
+            step(0, factor=1 + dist.get_rank())
+        optimizer.zero_grad()
+    assert step(0).stepped

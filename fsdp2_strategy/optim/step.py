@@ -41,7 +41,7 @@ from fsdp2_strategy.distributed.equal_values import digest_numbers, is_equal
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import control_device, current_device, data_size, group_in_use, world_size
-from fsdp2_strategy.distributed.same_batch import check_losses_of_groups
+from fsdp2_strategy.distributed.same_batch import check_later, check_losses_of_groups, take_later
 from fsdp2_strategy.distributed.torch_internals import local_of
 from fsdp2_strategy.distributed.unit_log import current_log
 from fsdp2_strategy.errors import StepError, counted
@@ -512,7 +512,8 @@ def _reduce(
     sync_buffers: SyncBuffers,
 ) -> ReducedStep:
     """Exchange what the ranks must know for an optimizer step; raise on every rank if they differ; collective."""
-    numbers = numbers_of_step(own, optimizer, max_norm)
+    later = take_later()  # [Note: later comparisons] in `same_batch`
+    numbers = numbers_of_step(own, optimizer, max_norm) | {"the number of batches and losses": len(later)}
     if is_swapped(root):
         defer_error(swapped_error(root, "step", StepError))
     is_changed, buffers = changed_buffers(root) if sync_buffers != "off" else (False, digest_numbers(None))
@@ -534,6 +535,7 @@ def _reduce(
         is_shared = data_size() == 1 or ranks_per_layer(root) == ranks
         has_equal_losses = not is_shared and own.sums.are_losses_equal(of_batches, ranks)
         remove_unused_gradients(parameters, root, [*rest], ranks)
+    check_later(later)
     return ReducedStep(
         norm=math.sqrt(squares) / (own.loss_scale * divisor),
         divisor=divisor,

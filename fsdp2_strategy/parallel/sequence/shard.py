@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.process_group import current_device
-from fsdp2_strategy.distributed.same_batch import differing_names, facts_of
+from fsdp2_strategy.distributed.same_batch import compare_later, differing_names, facts_of
 from fsdp2_strategy.distributed.torch_internals import is_in_backward, moved_to
 from fsdp2_strategy.errors import SequenceError
 from fsdp2_strategy.hf.packed_rows import ARGUMENT, positions_of_documents, running_shard
@@ -205,12 +205,13 @@ def check_same_batch(batch: Mapping[str, Any], group: dist.ProcessGroup) -> None
     """Raise if a batch differs between the ranks of a group; collective over the group.
 
     If the batch is not a mapping, or cannot be read, the rank that has it raises, and the others return: call this
-    function in `all_or_none`.
+    function in `all_or_none`. Values of an accelerator are compared by the next step; but positions at once, because
+    they decide in which documents attention is computed.
     """
     facts: dict[str, Any] | None = None
     of_ranks: list[Any] = [None] * dist.get_world_size(group)
     try:
-        facts = facts_of(batch)
+        facts, later = facts_of(batch, at_once=("position_ids",))
     finally:  # also after an error: the other ranks wait for this one
         dist.all_gather_object(of_ranks, facts, group=group)
     if None in of_ranks:
@@ -223,6 +224,7 @@ def check_same_batch(batch: Mapping[str, Any], group: dist.ProcessGroup) -> None
                 f"expected the same batch on the ranks {', '.join(map(str, ranks))}, which share sequences. Draw "
                 "batches by strategy.dp_rank and strategy.dp_size."
             )
+    compare_later(later, len(ranks), "sequences")
 
 
 def is_sequence(value: object, length: int) -> bool:
@@ -249,7 +251,7 @@ def _positions(
     size, length = tokens.shape[:2]
     positions = torch.arange(length, device=tokens.device) if given is None else given
     positions = positions.expand(size, -1) if positions.ndim == 1 else positions  # some models need a row each
-    documents = None if mask is not None else documents_of(positions, size)
+    documents = None if mask is not None or given is None else documents_of(positions, size)
     if documents is not None and missing:  # padding is a document of its own
         documents = torch.cat([documents, documents[:, -1:].expand(-1, missing) + 1], dim=1)
     return {"position_ids": pad(positions, (0, missing)), "documents": documents}

@@ -226,9 +226,12 @@ class Call {
 
   void count_waits() {
     bool waits = WAITS_FOR_VALUES.count(name_) > 0;
-    if (TAKES_HOST_INDICES.count(name_))  // masks are indices of a number that the host has to know
+    if (TAKES_HOST_INDICES.count(name_)) {  // masks are indices of a number that the host has to know
+      bool fills = false;  // CUDA fills one value in without this number
+      for (const auto& each : given_) fills |= each.argument->name() == "values" && each.host.numel() == 1;
       for (const auto& each : given_)
-        waits |= each.argument->name() == "indices" && (each.host.scalar_type() == at::kBool || each.host.scalar_type() == at::kByte);
+        waits |= !fills && each.argument->name() == "indices" && (each.host.scalar_type() == at::kBool || each.host.scalar_type() == at::kByte);
+    }
     if (!waits) return;
     {
       Lock lock(state());
