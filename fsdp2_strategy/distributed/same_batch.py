@@ -66,7 +66,7 @@ def facts_of(batch: Mapping[str, Any], at_once: Iterable[str] | None = None) -> 
 
 
 def compare_later(sums: Mapping[str, torch.Tensor], size: int, shared: str) -> None:
-    """Let the next step compare checksums between ``size`` successive ranks; collective if there were many before."""
+    """Record checksums that the next step compares between ``size`` successive ranks; collective after very many."""
     if sums:
         _add(Later(tuple(sums), torch.stack([*sums.values()]), size, shared))
 
