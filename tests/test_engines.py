@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -15,7 +16,8 @@ from helpers.folders import small_tokenizer
 from helpers.models import batch_of, build
 
 from fsdp2_strategy import FSDPV2Strategy
-from fsdp2_strategy.errors import RolloutError
+from fsdp2_strategy.checkpoint import background_save
+from fsdp2_strategy.errors import CheckpointError, RolloutError
 from fsdp2_strategy.integrations.lightrft import get_strategy
 from fsdp2_strategy.rollout import (
     SGLangEngine,
@@ -380,6 +382,37 @@ def test_differences_that_an_engine_does_not_take_are_an_error_on_every_rank(pac
             strategy.update_engine_weights(actor, by_difference=True)
         strategy.update_engine_weights(actor)
         strategy.close()
+
+
+@pytest.mark.ranks(1)
+def test_a_difference_is_written_when_no_save_copies_tensors(monkeypatch):
+    """While vLLM writes patches, torch.Tensor.copy_ is its own, in all threads."""
+    saved = []
+
+    def fail_late():
+        time.sleep(1)
+        saved.append(True)
+        raise OSError("the disk is full")
+
+    with installed(monkeypatch, "vllm") as calls:
+        engine, model = VLLMEngine("folder"), cleared()
+        stream = stream_weights(model, since="")
+        engine.update_changed_weights(stream, since="", version=stream.version)
+        next(model.parameters()).data.view(-1)[0] += 1
+        background_save.save_in_background("a checkpoint", fail_late)
+        patches = sys.modules["vllm.model_executor.model_loader.checkpoint_weight_patch"]
+        load = patches.load_checkpoint_weight_patches
+
+        def noted(*args, **options):
+            calls.append(("after", len(saved)))
+            load(*args, **options)
+
+        patches.load_checkpoint_weight_patches = noted
+        changes = stream_weights(model, since=stream.version)
+        engine.update_changed_weights(changes, since=engine.weights_version, version=changes.version)
+        assert {call for call in calls if call[0] == "after"} == {("after", 1)}
+        with pytest.raises(CheckpointError, match="the disk is full"):  # the next save or wait hears of it
+            background_save.wait()
 
 
 def test_a_difference_of_integers_is_an_error(monkeypatch):

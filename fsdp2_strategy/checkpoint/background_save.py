@@ -159,6 +159,12 @@ def wait() -> None:
         save.raise_if_failed()
 
 
+def await_end() -> None:
+    """Wait until no save is in flight, and leave its error to the next call; not collective."""
+    for save in list(_in_flight):
+        save.ended.wait()
+
+
 def finish() -> None:
     """Wait until no save is in flight, and free the host memory; not collective."""
     try:

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from fsdp2_strategy import sizes
+from fsdp2_strategy.checkpoint.background_save import await_end
 from fsdp2_strategy.errors import RolloutError, dtype_text
 from fsdp2_strategy.rollout.difference import Change, TensorDifference
 from fsdp2_strategy.rollout.protocol import Changes, Weights
@@ -134,11 +135,13 @@ def apply_changes(model: Any, changes: Changes) -> None:
     """Write the changes of weights into a vLLM model in place, in batches of ``sizes.BUCKET_BYTES``.
 
     vLLM writes a batch by loading tensors of the full size, in which NaN means "unchanged". A weight that is sent in
-    full is a patch of all its elements: a reload needs all weights of a layer.
+    full is a patch of all its elements: a reload needs all weights of a layer. Meanwhile, vLLM replaces
+    ``torch.Tensor.copy_`` in the whole process, so a save of this process is complete first.
     """
     patches = import_module("vllm.model_executor.model_loader.checkpoint_weight_patch")
 
     def load(batch: Iterable[Any]) -> None:
+        await_end()
         # Positions are distinct by construction; vLLM would sort them to see that.
         patches.load_checkpoint_weight_patches(model, batch, validate_unique_indices=False)
 
