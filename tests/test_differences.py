@@ -28,8 +28,8 @@ from fsdp2_strategy.errors import RolloutError
 from fsdp2_strategy.model import offload
 from fsdp2_strategy.model.placeholders import values_of
 from fsdp2_strategy.rollout import RemoteEngine, TransformersEngine, serve, weight_checksums
+from fsdp2_strategy.rollout.changed_elements import BLOCK_BYTES
 from fsdp2_strategy.rollout.difference import STEP, TensorDifference, from_gaps, to_gaps
-from fsdp2_strategy.rollout.last_sent import BLOCK_BYTES
 
 GENERATING = ["llama_tied", "phi3", "gpt2", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "t5"]
 

@@ -242,7 +242,7 @@ def _match_full(root: nn.Module, paths: CheckpointPaths) -> tuple[LoadTargets, L
     if is_wrapped and wrapper.is_dir():
         rest = open_folder(root, wrapper, has_model_names=True, belongs=paths.lists)
         known = {m: (rest, name) for name, m in root.named_modules()} | known
-    targets, report = match_tensors(root, known, "anything", CHECKPOINT)
+    targets, report = match_tensors(root, known, CHECKPOINT)
     never_saved = set(names_not_saved(inner))
     missing = [t.name for t in targets if not (t.is_non_persistent or t.regions or t.name_in_origin in never_saved)]
     unexpected = list(report.unexpected)

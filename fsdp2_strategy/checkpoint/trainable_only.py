@@ -204,7 +204,7 @@ def _locate(root: nn.Module, names: Sequence[str], folders: Mapping[str, str]) -
             model = root.get_submodule(module_name)
             origin = open_folder(model, folder)
             known = {module: (origin, name) for module, name in names_without_adapters(model).items()}
-            targets, _ = match_tensors(root, known, "anything", CHECKPOINT)
+            targets, _ = match_tensors(root, known, CHECKPOINT)
             found += [(t.name, t.regions[0], t.tensor) for t in targets if t.name in within and t.regions]
     return found
 

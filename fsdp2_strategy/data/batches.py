@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from fsdp2_strategy.data.order import EpisodeOrder, MixtureOrder, Order
+from fsdp2_strategy.data.orders import EpisodeOrder, MixtureOrder, Order
 from fsdp2_strategy.data.permutation import Indices
 from fsdp2_strategy.errors import DataError
 

@@ -26,9 +26,9 @@ from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset,
 
 from fsdp2_strategy.config.arguments import check_number
 from fsdp2_strategy.data.batches import Anchor, BatchPlan, Key, Tail
-from fsdp2_strategy.data.dataset_order import LaneLayout, choose_order
 from fsdp2_strategy.data.needed_episodes import EpisodeAnnouncer
-from fsdp2_strategy.data.order import Order
+from fsdp2_strategy.data.order_fingerprint import LaneLayout, choose_order
+from fsdp2_strategy.data.orders import Order
 from fsdp2_strategy.data.permutation import Indices
 from fsdp2_strategy.data.sample_fetcher import SampleFetcher, identity, ignore_foreign_sigterm
 from fsdp2_strategy.distributed.agreement import check_equal

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sized
 import numpy as np
 from torch.utils.data import Sampler
 
-from fsdp2_strategy.data.order import GlobalOrder
+from fsdp2_strategy.data.orders import GlobalOrder
 from fsdp2_strategy.errors import ConfigError
 
 _CHUNK = 1024

@@ -1,6 +1,6 @@
 """Load and export Hugging Face folders; each rank reads and writes its own byte ranges.
 
-Loading: `weights_folder` -> `conversions` -> `load_plan` -> `load`. Saving: `save_plan` ->
+Loading: `weights_folder` -> `conversions` -> `load_plan` -> `missing_tensors` -> `load`. Saving: `save_plan` ->
 `export`. Both use `regions` (descriptions of tensors) and `safetensors_format`. Loads read with
 `verified_read`; saves write with `write`. `meta` builds models on the meta device, and `peft` handles adapters. Only
 this package imports transformers' model code.

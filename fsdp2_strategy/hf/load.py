@@ -34,6 +34,7 @@ from fsdp2_strategy.hf.meta.recorded_init import (
     was_recorded,
 )
 from fsdp2_strategy.hf.mismatches import LOAD_WEIGHTS, PREPARE_MODEL, Advice
+from fsdp2_strategy.hf.missing_tensors import AllowedMissing, check_missing
 from fsdp2_strategy.hf.peft.merge import names_without_adapters
 from fsdp2_strategy.hf.transformers_models import inner_model, is_transformers_model
 from fsdp2_strategy.hf.weights_folder import CONFIG, WeightsSource, open_folder, origin_of
@@ -75,7 +76,7 @@ def load_weights(model: nn.Module, path: str | Path | None = None, *, strict: bo
             dtype, a wrong index, tied names with different values, (strict) names that do not match, or no path. After
             the model has changed: a read fails, or a tensor that the files lack cannot be initialised.
     """
-    return _load(model, path, allowed_missing="nothing" if strict else "anything", advice=LOAD_WEIGHTS)
+    return _load(model, path, allowed="nothing" if strict else "anything", advice=LOAD_WEIGHTS)
 
 
 def load_pretrained(model: nn.Module) -> LoadReport:
@@ -83,11 +84,11 @@ def load_pretrained(model: nn.Module) -> LoadReport:
 
     Tensors of a head, a pooler or another module outside of the layers may be missing: they are initialised and logged.
     """
-    return _load(model, None, allowed_missing="heads", advice=PREPARE_MODEL)
+    return _load(model, None, allowed="heads", advice=PREPARE_MODEL)
 
 
 @on_model_ranks
-def _load(model: nn.Module, path: str | Path | None, *, allowed_missing: str, advice: Advice) -> LoadReport:
+def _load(model: nn.Module, path: str | Path | None, *, allowed: AllowedMissing, advice: Advice) -> LoadReport:
     root = unwrap_model(model)
     name = class_name(root)
     repeats = read_repeats()
@@ -106,7 +107,8 @@ def _load(model: nn.Module, path: str | Path | None, *, allowed_missing: str, ad
                 f"cannot load {name}: no path was given, all its tensors have values, and no module was built "
                 "by from_pretrained under init_on_meta, expected a path. Pass the path of the weights."
             )
-        targets, report = match_tensors(root, known, allowed_missing, advice, is_folder_given=path is not None)
+        targets, report = match_tensors(root, known, advice, is_folder_given=path is not None)
+        check_missing(root, targets, report, allowed, advice)
         to_initialise = [_empty(t) for t in targets if not t.regions and is_uninitialised(t.tensor)]
         aliases, plain = _plain_tensors(name, references, targets)
         if path is None:

@@ -1,4 +1,4 @@
-"""Match each tensor of a model to its values in files, and check that names, shapes and ties fit.
+"""Match each tensor of a model to its values in files, and check that shapes and ties fit.
 
 Input: a model, and the origin of each module's values. Output: a `Target` for each tensor, and a report. Reads only
 headers, except to compare tied weights, and does not change the model.
@@ -7,16 +7,14 @@ headers, except to compare tied weights, and does not change the model.
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.torch_internals import non_persistent_buffers
-from fsdp2_strategy.errors import CheckpointError, some
+from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.conversions import Recipe, recipe_for
 from fsdp2_strategy.hf.meta.recorded_init import recorded_tensor
 from fsdp2_strategy.hf.mismatches import LOAD_WEIGHTS, Advice, Shapes, describe_shapes
@@ -56,6 +54,8 @@ class Target:
     """The files of the module, and the model that they belong to; None if its values are in no files."""
     name_in_origin: str
     """The tensor's name in the origin's model, which may be a part of this model."""
+    may_be_missing: bool
+    """Whether files may lack the tensor in any case: it has no origin, or transformers says so."""
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -73,18 +73,15 @@ def tensor_at(registrations: Sequence[tuple[nn.Module, str]]) -> torch.Tensor:
 def match_tensors(
     root: nn.Module,
     known: Mapping[nn.Module, tuple[WeightsSource, str]],
-    allowed_missing: str,
     advice: Advice = LOAD_WEIGHTS,
     *,
     is_folder_given: bool = False,
 ) -> tuple[list[Target], LoadReport]:
-    """Find the values of every tensor in the files, and check names and shapes; read only headers.
+    """Find the values of every tensor in the files, and check shapes; read only headers.
 
     Args:
         root: the model.
         known: for each module whose values are in files, their origin, and the module's name in the origin's model.
-        allowed_missing: ``"anything"``, ``"heads"`` (tensors outside the layers of a base model), or ``"nothing"``,
-            which also forbids tensors that the model does not have.
         advice: the ends of error messages.
         is_folder_given: whether the files are others than those that the model was built from. A copy of a tensor then
             gets its values from these files, under its own name.
@@ -107,7 +104,6 @@ def match_tensors(
                 report.cast[target.name] = (stored, target.tensor.dtype)
         elif not target.is_non_persistent:
             report.missing.append(target.name)
-    _check_names(root, targets, report, recipes, allowed_missing=allowed_missing, advice=advice)
     return targets, report
 
 
@@ -126,7 +122,8 @@ def _targets(
             target = found.get(id(tensor))
             if target is None:
                 name = clean(f"{path}.{key}" if path else key)
-                target = found[id(tensor)] = Target(name, [], is_non_persistent, [], origin, name_in_origin)
+                optional = origin is None or _may_be_missing(origin, recipes[origin], name_in_origin)
+                target = found[id(tensor)] = Target(name, [], is_non_persistent, [], origin, name_in_origin, optional)
             target.registrations.append((module, key))
             if origin is not None and not is_non_persistent:
                 region = recipes[origin].regions.get(name_in_origin)
@@ -136,6 +133,11 @@ def _targets(
         if not (target.regions or target.is_non_persistent):
             target.regions.extend(_regions_of_source(target, recipes, ties))
     return list(found.values())
+
+
+def _may_be_missing(origin: WeightsSource, recipe: Recipe, name: str) -> bool:
+    pattern = recipe.may_be_missing
+    return origin.ignore_mismatched_sizes or bool(pattern and pattern.search(name))
 
 
 def _copied(root: nn.Module) -> Iterator[tuple[WeightsSource, str]]:
@@ -176,61 +178,6 @@ def _other_shapes(targets: Sequence[Target]) -> dict[str, Shapes]:
             elif stored != own:
                 different[target.name] = (stored, own)
     return different
-
-
-def _check_names(
-    root: nn.Module,
-    targets: Sequence[Target],
-    report: LoadReport,
-    recipes: dict[WeightsSource, Recipe],
-    *,
-    allowed_missing: str,
-    advice: Advice,
-) -> None:
-    """Raise if the names do not match as ``allowed_missing`` requires; for ``"heads"``, log other differences."""
-    name = class_name(root)
-
-    def is_optional(target: Target) -> bool:
-        pattern = recipes[target.origin].may_be_missing if target.origin else None
-        return (
-            target.origin is None
-            or target.origin.ignore_mismatched_sizes
-            or bool(pattern and pattern.search(target.name_in_origin))
-        )
-
-    wanted = [t for t in targets if not t.is_non_persistent and not t.regions and not is_optional(t)]
-    if allowed_missing == "heads":
-        layers = [t for t in wanted if _is_in_base_model_layer(t, targets)]
-        if wanted and not layers:
-            text = "%s: not in the files, initialised instead: %s"
-            log(text, name, ", ".join(t.name for t in wanted), level=logging.WARNING)
-        if report.unexpected:
-            log("%s: in the files, not used: %s", name, ", ".join(report.unexpected))
-        wanted = layers
-    if allowed_missing != "anything" and wanted:
-        raise CheckpointError(
-            f"cannot load {name}: the files lack {some([t.name for t in wanted], 'tensor')}, expected all tensors of "
-            f"the model. {advice.missing}"
-        )
-    if allowed_missing == "nothing" and report.unexpected:
-        raise CheckpointError(
-            f"cannot load {name}: the files contain {some(report.unexpected, 'tensor')}, expected only tensors of the "
-            f"model. {advice.unexpected}"
-        )
-
-
-def _is_in_base_model_layer(target: Target, targets: Sequence[Target]) -> bool:
-    """Return whether a tensor is inside the base model, and not in a head or a pooler.
-
-    Its name contains the number of a layer, or the files contain other tensors of its module.
-    """
-    model = target.origin.model if target.origin else None
-    prefix = getattr(model, "base_model_prefix", "")
-    if prefix and hasattr(model, prefix) and not target.name_in_origin.startswith(f"{prefix}."):
-        return False
-    modules = {module for module, _ in target.registrations}
-    in_part = any(t.regions and modules.intersection(module for module, _ in t.registrations) for t in targets)
-    return in_part or any(part.isdigit() for part in target.name_in_origin.split("."))
 
 
 def check_ties(targets: Sequence[Target], reader: Reader) -> None:

@@ -29,8 +29,8 @@ from fsdp2_strategy.distributed.process_group import (
 )
 from fsdp2_strategy.model.boxes import row_major
 from fsdp2_strategy.rollout.bucket import Part, gather_rows
+from fsdp2_strategy.rollout.changed_elements import ShardChanges
 from fsdp2_strategy.rollout.difference import TensorDifference, from_gaps
-from fsdp2_strategy.rollout.last_sent import ShardChanges
 from fsdp2_strategy.rollout.stream_plan import Item
 
 _ALIGNMENT = 16

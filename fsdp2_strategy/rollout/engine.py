@@ -27,8 +27,8 @@ from fsdp2_strategy.model.fsdp_state import is_sharded
 from fsdp2_strategy.model.ranks import on_ranks_of
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.rollout.agreement import EngineAgreement, check_engine_agreement
+from fsdp2_strategy.rollout.changed_elements import Retain
 from fsdp2_strategy.rollout.difference import Change
-from fsdp2_strategy.rollout.last_sent import Retain
 from fsdp2_strategy.rollout.protocol import Engine, RolloutEngine, check_takes_changes, engine_of
 from fsdp2_strategy.rollout.sglang_engine import SGLangEngine
 from fsdp2_strategy.rollout.stream import forget_changes, stream_weights, weight_checksums

@@ -42,8 +42,8 @@ from fsdp2_strategy.model.weight_versions import WeightWatch
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.rollout.bucket import may_start_early
 from fsdp2_strategy.rollout.changed_buckets import ChangesBucket, decide
+from fsdp2_strategy.rollout.changed_elements import Retain, Retained
 from fsdp2_strategy.rollout.difference import Change
-from fsdp2_strategy.rollout.last_sent import Retain, Retained
 from fsdp2_strategy.rollout.stream_plan import Item, RegionBucket, cached_items, facts_of, make_items, pack
 from fsdp2_strategy.storage.regions import sources_of
 from fsdp2_strategy.storage.safetensors_format import memory_of

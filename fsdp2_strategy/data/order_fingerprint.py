@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import ConcatDataset
 
-from fsdp2_strategy.data.order import EpisodeOrder, GlobalOrder, MixtureOrder, Order, SequentialOrder, checked_list
+from fsdp2_strategy.data.orders import EpisodeOrder, GlobalOrder, MixtureOrder, Order, SequentialOrder, checked_list
 from fsdp2_strategy.data.permutation import Indices
 from fsdp2_strategy.errors import DataError
 
