@@ -776,6 +776,23 @@ def test_letting_go_asks_nothing_of_the_server(roots, server, tmp_path):
         assert not used_bytes(dataset._source._folder) and not list(dataset._folder.path.glob("episode-*"))
 
 
+def test_a_worker_that_was_forked_in_the_middle_of_a_threads_fetch_can_fetch(roots):
+    with contextlib.closing(LeRobotDataset(roots("gop 2"))) as dataset:
+        fetcher = EpisodeFetcher(dataset._source, dataset.metadata, dataset._rows)
+
+        def work():
+            fetcher.fetch(0)
+            os._exit(7)  # without the ends of this process' objects
+
+        with fetcher._lock:  # as a thread that fetches ahead
+            worker = multiprocessing.get_context("fork").Process(target=work)
+            worker.start()
+        worker.join(30)
+        worker.kill()
+        assert worker.exitcode == 7
+        fetcher.release(0)
+
+
 def test_rows_that_left_while_they_were_extract_leave_no_file(roots):
     with contextlib.closing(LeRobotDataset(roots("gop 2"))) as dataset:
         fetcher, extract = EpisodeFetcher(dataset._source, dataset.metadata, dataset._rows), dataset._rows.extract

@@ -5,6 +5,7 @@ Input: episode indices. Output: files in the cache. A file is deleted when the l
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -33,6 +34,21 @@ class _Packets:
     is_key: npt.NDArray[np.bool_]
 
 
+class _Lock:
+    """A lock that is free in a forked worker, also if a thread of the trainer held it at that moment."""
+
+    def __init__(self) -> None:
+        self._lock, self._process = threading.Lock(), os.getpid()
+
+    def __enter__(self) -> None:
+        if self._process != os.getpid():
+            self._lock, self._process = threading.Lock(), os.getpid()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
 class EpisodeFetcher:
     """Fetch and release episodes; thread-safe."""
 
@@ -41,7 +57,7 @@ class EpisodeFetcher:
         self._wanted: dict[str, set[int]] = {}
         self._packets: dict[str, _Packets] = {}
         self._ranges: dict[str, dict[int, Range]] = {}
-        self._lock = threading.Lock()
+        self._lock = _Lock()
 
     def set_wanted(self, episodes: Iterable[int]) -> None:
         """Set the episodes to fetch; `fetch` then extracts the rows of all these episodes in one data file together."""
