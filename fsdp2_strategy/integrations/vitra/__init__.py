@@ -8,16 +8,16 @@ from fsdp2_strategy.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
     from fsdp2_strategy.integrations.vitra.metrics import VLAMetrics as VLAMetrics
+    from fsdp2_strategy.integrations.vitra.multi_group_scheduler import MultiGroupLRScheduler as MultiGroupLRScheduler
     from fsdp2_strategy.integrations.vitra.parameter_groups import GROUPS as GROUPS
     from fsdp2_strategy.integrations.vitra.parameter_groups import split_modality_collator as split_modality_collator
     from fsdp2_strategy.integrations.vitra.parameter_groups import vla_parameter_groups as vla_parameter_groups
-    from fsdp2_strategy.integrations.vitra.schedule import MultiGroupLRScheduler as MultiGroupLRScheduler
     from fsdp2_strategy.integrations.vitra.settings import VLASettings as VLASettings
     from fsdp2_strategy.integrations.vitra.strategy import VLAFSDPStrategy as VLAFSDPStrategy
 
 _MODULE_OF = {
     "GROUPS": "parameter_groups",
-    "MultiGroupLRScheduler": "schedule",
+    "MultiGroupLRScheduler": "multi_group_scheduler",
     "VLAFSDPStrategy": "strategy",
     "VLAMetrics": "metrics",
     "VLASettings": "settings",
