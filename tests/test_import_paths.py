@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import math
 import re
 import subprocess
 import sys
@@ -154,12 +155,15 @@ def test_the_strategy_loads_neither_features_nor_engines_nor_other_systems():
 
 @pytest.mark.full
 def test_the_strategy_costs_little_more_to_import_than_what_it_uses_of_torch():
-    """CPU time, of all threads; the least of several runs, because other tests use the machine."""
+    """CPU time, of all threads; the least of some runs, because other tests use the machine."""
 
     def seconds(code):
         program = f"import time; {code}; print(time.process_time())"
         return float(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout)
 
-    runs = [(seconds(TORCH), seconds(STRATEGY)) for _ in range(4)]
-    torch, ours = (min(each) for each in zip(*runs, strict=True))
+    torch = ours = math.inf
+    for _ in range(12):
+        torch, ours = min(torch, seconds(TORCH)), min(ours, seconds(STRATEGY))
+        if ours <= 1.3 * torch:
+            break
     assert ours <= 1.3 * torch, f"{ours:.2f} s, and {torch:.2f} s for torch alone"
