@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.models import batch_of, build, loss_of, tokens
+from helpers.models import batch_of, build, device, loss_of, tokens
 from helpers.reference import Unsharded, assert_parameters_close, full, full_parameters
 from helpers.training import assert_same, full_state, tags, train
 from helpers.worlds import some, worlds
@@ -25,6 +25,7 @@ from fsdp2_strategy import (
     is_mp_optimizer,
     shard_model,
 )
+from fsdp2_strategy.distributed.torch_internals import FUSED_ADAM_DEVICES
 from fsdp2_strategy.errors import CheckpointError, ConfigError, OptimizerError, ShardError
 from fsdp2_strategy.model.master_weights import masters_of
 from fsdp2_strategy.model.names import named_parameters
@@ -347,6 +348,21 @@ def test_weights_that_come_from_elsewhere_reach_the_masters(tmp_path):
     strategy.load_ckpt(model, tmp_path, load_optimizer_states=False)
     expected = dict(rounded_llama().named_parameters())
     assert_same({n: full(masters_of(model)[id(p)]) for n, p in named_parameters(model).items()}, expected)
+
+
+@pytest.mark.ranks(2)
+def test_masters_have_the_same_numbers_with_every_kernel_of_adam():
+    kernels = [{"foreach": True}, {"foreach": False}]
+    kernels += [{"fused": True}] if device().type in FUSED_ADAM_DEVICES else []
+    found = []
+    for kernel in kernels:
+        strategy = strategy_for(bf16=True, use_mp_opt=True)
+        model = strategy.prepare_model(build("llama"), is_training=True)
+        optimizer = strategy.create_optimizer(model, lr=1e-2, **kernel)
+        train(strategy, model, optimizer, None, range(2))
+        found.append({name: full(masters_of(model)[id(p)]) for name, p in named_parameters(model).items()})
+    for other in found[1:]:
+        assert_parameters_close(other, found[0], 1e-5)
 
 
 def test_any_optimizer_gets_masters_around_it_or_from_parameters():
