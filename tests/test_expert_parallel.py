@@ -229,7 +229,7 @@ def test_an_engine_has_all_experts(name):
     strategy.prepare_model(model, is_training=True)
     engine = strategy.setup_inference_engine(None, "transformers", model)
     strategy.update_engine_weights(model, verify=True)
-    assert torch.equal(engine.model.generate(ids, max_new_tokens=4, do_sample=False), expected)
+    assert torch.equal(engine.generate(ids, max_new_tokens=4, do_sample=False), expected)
     answers = torch.ones(len(ids), 3, dtype=torch.bool)
     strategy.check_engine_agreement(model, ids, answer_mask=answers, on_disagreement="raise")
 

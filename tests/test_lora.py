@@ -86,7 +86,7 @@ def train_beside_reference(model, *, name="llama", dtype, tolerances, shard_size
         return loss_of(name, m, double(batch, dtype))
 
     unsharded = Unsharded(model, loss, max_norm=0.5, **OPTIONS)
-    frozen = {n: p.detach().clone() for n, p in named_parameters(model).items() if not p.requires_grad}
+    frozen = {n: p.detach().to("cpu", copy=True) for n, p in named_parameters(model).items() if not p.requires_grad}
     strategy = strategy_for(train_batch_size=world * accumulation, max_norm=0.5, **config)
     strategy.prepare_model(model, is_training=True, shard_size=shard_size)
     optimizer = strategy.create_optimizer(model, **OPTIONS)
