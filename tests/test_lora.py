@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from helpers.folders import assert_same_tensors, tensors_in
 from helpers.frames import keeping_frames
-from helpers.models import Actor, Critic, batch_of, build, loss_of, next_token_loss, tokens
+from helpers.models import Actor, Critic, batch_of, build, loss_of, next_token_loss, on_device, tokens
 from helpers.reference import (
     CountCollectives,
     MixedPrecision,
@@ -562,7 +562,7 @@ def test_an_engine_gets_the_merged_weights_of_an_actor_and_verifies_them(tmp_pat
     strategy.reload_model(actor)
     strategy.save_model(actor, None, tmp_path)
     assert weight_checksums(tensors_in(tmp_path).items()) == engine.weight_checksums()
-    opened = AutoModelForCausalLM.from_pretrained(tmp_path)
+    opened = on_device(AutoModelForCausalLM.from_pretrained(tmp_path))
     sequences = engine.generate(ids, max_new_tokens=5, do_sample=False)
     assert torch.equal(sequences, opened.generate(ids, max_new_tokens=5, do_sample=False))
 

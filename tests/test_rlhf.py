@@ -548,12 +548,12 @@ def test_averages_take_the_parameters_place_and_give_it_back(tmp_path):
     model = strategy.prepare_model(rounded_llama(), is_training=True)
     optimizer = strategy.create_optimizer(model, **OPTIONS)
     ema = EMA(model, 0.5, device="cpu")
-    expected = {n: p.detach().clone() for n, p in rounded_llama().named_parameters()}
+    expected = {n: p.detach().to("cpu", copy=True) for n, p in rounded_llama().named_parameters()}
     for step in range(3):
         train(strategy, model, optimizer, None, [step])
         ema.update(model)
         for n, p in named_parameters(model).items():
-            expected[n].lerp_(full(masters_of(model)[id(p)]), 0.5)
+            expected[n].lerp_(full(masters_of(model)[id(p)]).cpu(), 0.5)
     own = full_parameters(model)
     with ema.swapped_in(model) as swapped:
         assert swapped is model
@@ -584,7 +584,7 @@ def test_a_moving_average_keeps_fp32_behind_a_bf16_model_of_another_sharding():
     actor = strategy.prepare_model(Actor(), is_training=True)
     optimizer = strategy.create_optimizer(actor, **OPTIONS)
     ema = strategy.prepare_model(Actor(), shard_size=2)
-    expected = {n: p.detach().bfloat16().float() for n, p in named_parameters(Actor()).items()}
+    expected = {n: p.detach().bfloat16().float().cpu() for n, p in named_parameters(Actor()).items()}
     for step in range(3):
         strategy.backward(policy_loss(actor, ids_of(step, dist.get_rank())), actor, optimizer)
         strategy.optimizer_step(optimizer, actor)
