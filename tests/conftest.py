@@ -108,7 +108,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     file, test = metafunc.definition.path.name, metafunc.definition.name
     needed = _world_size(metafunc.definition) if file == "test_gpu.py" else 0
     found = torch.accelerator.device_count()
-    absent = f"{needed} accelerators are needed, and there are {found}" if found < needed else ""
+    absent = f"accelerators needed: {needed}, found: {found}" if found < needed else ""
     absent_mark = [pytest.mark.skip(reason=absent)] if absent else []
     variants = [pytest.param("real", id=pytest.HIDDEN_PARAM, marks=absent_mark)]
     if file in FILES:
