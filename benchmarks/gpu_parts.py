@@ -263,6 +263,8 @@ def trainer(job: Job) -> dict:
     """Fine-tune with transformers' Trainer on this package; compare with accelerate's FSDP2."""
     if importlib.util.find_spec("accelerate") is None:
         return skipped("accelerate is not installed")
+    if (found := device_of_accelerate().type) != (own := harness.device().type):
+        return skipped(f"accelerate would train on the {found}, because it does not know the device {own}")
     if job.rank:
         return outcome({}, {}, [])
     ours, reference = "ours, reduced once", "accelerate"
@@ -287,6 +289,13 @@ def trainer(job: Job) -> dict:
                 measures[f"{phase}, against accelerate's FSDP2"][side]["peak_bytes"] = None
     facts = {"parameters": entry["parameters"], "file_bytes": [of.get("file_bytes") for of in sides]}
     return outcome(measures, facts, errors)
+
+
+def device_of_accelerate() -> torch.device:
+    """Return the device that accelerate chooses: the property asks which kinds there are, and keeps no state."""
+    from accelerate.state import PartialState
+
+    return PartialState.default_device.fget(PartialState.__new__(PartialState))
 
 
 PARTS: dict[str, Callable[[Job], dict]] = {

@@ -106,7 +106,9 @@ def _all_but_one_in(number: int, items: list[pytest.Item]) -> Iterator[pytest.It
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Let tests of what has sizes run with small ones, too, and core tests on the simulated accelerator."""
     file, test = metafunc.definition.path.name, metafunc.definition.name
-    absent = "no accelerator" if file == "test_gpu.py" and not torch.accelerator.is_available() else ""
+    needed = _world_size(metafunc.definition) if file == "test_gpu.py" else 0
+    found = torch.accelerator.device_count()
+    absent = f"accelerators needed: {needed}, found: {found}" if found < needed else ""
     absent_mark = [pytest.mark.skip(reason=absent)] if absent else []
     variants = [pytest.param("real", id=pytest.HIDDEN_PARAM, marks=absent_mark)]
     if file in FILES:

@@ -14,6 +14,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+import simulated_accelerator
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -54,9 +55,10 @@ if __name__ == "__main__":
 """
 
 
-def run(script, *options, cwd):
+def run(script, *options, cwd, env=None):
     command = [sys.executable, str(script), *options]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    paths = [str(ROOT)] if env is None else [str(ROOT), env["PYTHONPATH"]]
+    env = os.environ | (env or {}) | {"PYTHONPATH": os.pathsep.join(paths)}
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
 
 
@@ -86,31 +88,63 @@ def test_every_part_runs_and_reports(tmp_path, gpu):
     assert entry["hardware"]["cores"] == os.cpu_count()
     assert entry["hardware"]["ram_gb"] > 0
 
-    parts = entry["parts"]
-    assert list(parts) == list(gpu.PARTS)
-    assert {name: found["error"] for name, found in parts.items()} == dict.fromkeys(gpu.PARTS)
-    assert sum(parts["tests"]["facts"].values()) > 0
-    if not torch.accelerator.is_available():
-        assert parts["tests"]["facts"].keys() == {"passed", "failed", "skipped"}
-        assert parts["tests"]["facts"]["passed"] == parts["tests"]["facts"]["failed"] == 0
+    parts, has_accelerator = entry["parts"], torch.accelerator.is_available()
     alone = max(1, torch.accelerator.device_count()) == 1
     unavailable = {"sequence", "split"} if alone else set()
     unavailable |= set() if importlib.util.find_spec("accelerate") else {"trainer"}
+    check_parts(gpu, parts, done.stdout, unavailable, has_accelerator=has_accelerator)
+    assert sum(parts["tests"]["facts"].values()) > 0
+    if not has_accelerator:
+        assert parts["tests"]["facts"].keys() == {"passed", "failed", "skipped"}
+        assert parts["tests"]["facts"]["passed"] == parts["tests"]["facts"]["failed"] == 0
+
+
+def check_parts(gpu, parts, printed, unavailable, *, has_accelerator):
+    """Check that all parts but those that are unavailable ran, that none failed, and that the table has each."""
+    assert list(parts) == list(gpu.PARTS)
+    assert {name: found["error"] for name, found in parts.items()} == dict.fromkeys(gpu.PARTS)
     assert {name for name, found in parts.items() if found["skipped"]} == unavailable
     for name, found in parts.items():
         compared = [measure for measure in found["measures"].values() if "time_ratio" in measure]
         assert bool(compared) == (name not in {"tests", *unavailable})
         if found["skipped"]:
-            assert f"| {name} | skipped: {found['skipped']} |" in done.stdout
+            assert f"| {name} | skipped: {found['skipped']} |" in printed
         for measure in compared:
             for side in (measure["ours"], measure["reference"]):
                 assert len(side["seconds"]) == (1 if name == "trainer" else 2)
                 assert side["value"] > 0
-                assert (side["peak_bytes"] is None) == (not torch.accelerator.is_available())
-        assert f"| {name} |" in done.stdout
+                assert (side["peak_bytes"] is None) == (not has_accelerator)
+        assert f"| {name} |" in printed
     step = parts["step"]["facts"]
     assert step["loss"]["ours"][-1] < step["loss"]["ours"][0], "the loops train, so that a wrong step would show"
     assert step["flops_per_token"] > 6 * (step["parameters"] - 16 * step["width"] ** 2)
+
+
+@pytest.mark.full
+@pytest.mark.each
+@pytest.mark.simulated
+@pytest.mark.parametrize("devices", [1, 2])
+def test_every_part_runs_on_the_simulated_accelerator(tmp_path, gpu, devices):
+    env = simulated_accelerator.environment(devices)
+    done = run(SCRIPT, "--smoke", "--out", ".", cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not done.stderr
+    entry = json.loads((tmp_path / "gpu.json").read_text())
+    assert entry["hardware"]["device"] == "simulated"
+    assert entry["ranks"] == entry["hardware"]["count"] == devices
+    parts, is_alone = entry["parts"], devices == 1
+    unavailable = {"trainer", "sequence", "split"} if is_alone else {"trainer"}
+    check_parts(gpu, parts, done.stdout, unavailable, has_accelerator=True)
+    reasons = {name: parts[name]["skipped"] for name in unavailable}
+    if importlib.util.find_spec("accelerate"):
+        assert reasons["trainer"] == "accelerate would train on the cpu, because it does not know the device sim"
+    if is_alone:
+        assert reasons["sequence"].endswith("at least 2 accelerators, and there is 1 rank")
+        assert reasons["split"].endswith("among pairs of ranks, and their number is 1")
+    # The tests of test_gpu.py take the simulated device for the real one; those for two devices are skipped on one.
+    facts = parts["tests"]["facts"]
+    assert facts["failed"] == 0 and facts["passed"] > 20
+    assert (facts["skipped"] > 0) == is_alone
 
 
 @pytest.mark.full

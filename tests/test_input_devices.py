@@ -48,6 +48,22 @@ def test_log_probs_and_generation_take_ids_in_host_memory(cpu_offload):
 
 
 @pytest.mark.ranks(2)
+def test_engines_generate_and_are_compared_with_ids_in_host_memory():
+    strategy, model = prepared()
+    engine = strategy.setup_inference_engine(None, "transformers", model)
+    strategy.update_engine_weights(model)
+    answers, options = torch.ones(2, 3, dtype=torch.bool), {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    sequences, figures = [], []
+    for to in ("cpu", current_device()):
+        ids, mask = IDS.to(to), MASK.to(to)
+        sequences.append(engine.generate(ids, attention_mask=mask, **options))
+        figures.append(strategy.check_engine_agreement(model, ids, mask, answer_mask=answers, on_disagreement="raise"))
+    assert sequences[0].device == current_device()
+    assert torch.equal(*sequences)
+    assert figures[0] == figures[1]
+
+
+@pytest.mark.ranks(2)
 def test_parts_of_sequences_in_host_memory_are_computed_on_the_device():
     strategy, model = prepared(sequence_parallel_size=2)
     batch = {"input_ids": IDS, "attention_mask": MASK, "labels": IDS}

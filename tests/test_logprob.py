@@ -31,7 +31,8 @@ def plain(model, ids, last, temperature=1.0, **inputs):
 
 
 def loss_of(log_probs, entropy):
-    weights = torch.linspace(-1, 2, log_probs.numel(), dtype=log_probs.dtype).view(log_probs.shape)
+    like = {"dtype": log_probs.dtype, "device": log_probs.device}
+    weights = torch.linspace(-1, 2, log_probs.numel(), **like).view(log_probs.shape)
     return (log_probs * weights).sum() + 0.3 * (entropy * weights.flip(0)).sum()
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from helpers.folders import assert_same_tensors, tensors_in
 from helpers.frames import keeping_frames
-from helpers.models import Actor, Critic, batch_of, build, loss_of, next_token_loss, tokens
+from helpers.models import Actor, Critic, batch_of, build, loss_of, next_token_loss, on_device, tokens
 from helpers.reference import (
     CountCollectives,
     MixedPrecision,
@@ -86,7 +86,7 @@ def train_beside_reference(model, *, name="llama", dtype, tolerances, shard_size
         return loss_of(name, m, double(batch, dtype))
 
     unsharded = Unsharded(model, loss, max_norm=0.5, **OPTIONS)
-    frozen = {n: p.detach().clone() for n, p in named_parameters(model).items() if not p.requires_grad}
+    frozen = {n: p.detach().to("cpu", copy=True) for n, p in named_parameters(model).items() if not p.requires_grad}
     strategy = strategy_for(train_batch_size=world * accumulation, max_norm=0.5, **config)
     strategy.prepare_model(model, is_training=True, shard_size=shard_size)
     optimizer = strategy.create_optimizer(model, **OPTIONS)
@@ -562,7 +562,7 @@ def test_an_engine_gets_the_merged_weights_of_an_actor_and_verifies_them(tmp_pat
     strategy.reload_model(actor)
     strategy.save_model(actor, None, tmp_path)
     assert weight_checksums(tensors_in(tmp_path).items()) == engine.weight_checksums()
-    opened = AutoModelForCausalLM.from_pretrained(tmp_path)
+    opened = on_device(AutoModelForCausalLM.from_pretrained(tmp_path))
     sequences = engine.generate(ids, max_new_tokens=5, do_sample=False)
     assert torch.equal(sequences, opened.generate(ids, max_new_tokens=5, do_sample=False))
 

@@ -342,4 +342,5 @@ def test_averages_are_taken_of_what_is_away():
     ema.update(model)
     other.update(model)
     assert not any(average._local_tensor.is_meta for average in ema.averages.values())
-    assert all(torch.equal(values_of(a), values_of(model.get_parameter(n))) for n, a in other.averages.items())
+    own, expected = other.averages, {name: model.get_parameter(name) for name in other.averages}
+    assert_same(*({name: values_of(each).cpu() for name, each in of.items()} for of in (own, expected)))

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from helpers.models import _BASE, VOCAB, batch_of, build
+from helpers.models import _BASE, VOCAB, batch_of, build, on_device
 from helpers.reference import Unsharded, assert_close, assert_parameters_close, full_grads, full_parameters
 from helpers.worlds import some
 
@@ -187,11 +187,11 @@ def test_such_a_model_is_saved_and_loaded_and_streamed_and_goes_away_as_any_othe
 @pytest.mark.ranks(2)
 def test_generation_with_images_on_one_rank_gives_what_one_process_gives():
     rank = dist.get_rank()
-    reference = qwen2_5_vl().eval()
+    reference = on_device(qwen2_5_vl().eval())
     for policy in POLICIES:
-        model = qwen2_5_vl().eval()
+        model = on_device(qwen2_5_vl().eval())
         shard_model(model, config=StrategyConfig(mixed_mm_data=policy, bf16=False))
-        inputs = batch("qwen2_5_vl", 0, rank, rank == 0)
+        inputs = on_device(batch("qwen2_5_vl", 0, rank, rank == 0))
         inputs.pop("labels")
         options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
         with torch.no_grad():

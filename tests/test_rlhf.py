@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.models import batch_of, build, loss_of, tokens
+from helpers.models import batch_of, build, device, loss_of, tokens
 from helpers.reference import Unsharded, assert_parameters_close, full, full_parameters
 from helpers.training import assert_same, full_state, tags, train
 from helpers.worlds import some, worlds
@@ -25,6 +25,7 @@ from fsdp2_strategy import (
     is_mp_optimizer,
     shard_model,
 )
+from fsdp2_strategy.distributed.torch_internals import FUSED_ADAM_DEVICES
 from fsdp2_strategy.errors import CheckpointError, ConfigError, OptimizerError, ShardError
 from fsdp2_strategy.model.master_weights import masters_of
 from fsdp2_strategy.model.names import named_parameters
@@ -349,6 +350,21 @@ def test_weights_that_come_from_elsewhere_reach_the_masters(tmp_path):
     assert_same({n: full(masters_of(model)[id(p)]) for n, p in named_parameters(model).items()}, expected)
 
 
+@pytest.mark.ranks(2)
+def test_masters_have_the_same_numbers_with_every_kernel_of_adam():
+    kernels = [{"foreach": True}, {"foreach": False}]
+    kernels += [{"fused": True}] if device().type in FUSED_ADAM_DEVICES else []
+    found = []
+    for kernel in kernels:
+        strategy = strategy_for(bf16=True, use_mp_opt=True)
+        model = strategy.prepare_model(build("llama"), is_training=True)
+        optimizer = strategy.create_optimizer(model, lr=1e-2, **kernel)
+        train(strategy, model, optimizer, None, range(2))
+        found.append({name: full(masters_of(model)[id(p)]) for name, p in named_parameters(model).items()})
+    for other in found[1:]:
+        assert_parameters_close(other, found[0], 1e-5)
+
+
 def test_any_optimizer_gets_masters_around_it_or_from_parameters():
     torch.manual_seed(0)
     weights = [torch.randn(8, 4).bfloat16().float(), torch.randn(4)]
@@ -532,12 +548,12 @@ def test_averages_take_the_parameters_place_and_give_it_back(tmp_path):
     model = strategy.prepare_model(rounded_llama(), is_training=True)
     optimizer = strategy.create_optimizer(model, **OPTIONS)
     ema = EMA(model, 0.5, device="cpu")
-    expected = {n: p.detach().clone() for n, p in rounded_llama().named_parameters()}
+    expected = {n: p.detach().to("cpu", copy=True) for n, p in rounded_llama().named_parameters()}
     for step in range(3):
         train(strategy, model, optimizer, None, [step])
         ema.update(model)
         for n, p in named_parameters(model).items():
-            expected[n].lerp_(full(masters_of(model)[id(p)]), 0.5)
+            expected[n].lerp_(full(masters_of(model)[id(p)]).cpu(), 0.5)
     own = full_parameters(model)
     with ema.swapped_in(model) as swapped:
         assert swapped is model
@@ -568,7 +584,7 @@ def test_a_moving_average_keeps_fp32_behind_a_bf16_model_of_another_sharding():
     actor = strategy.prepare_model(Actor(), is_training=True)
     optimizer = strategy.create_optimizer(actor, **OPTIONS)
     ema = strategy.prepare_model(Actor(), shard_size=2)
-    expected = {n: p.detach().bfloat16().float() for n, p in named_parameters(Actor()).items()}
+    expected = {n: p.detach().bfloat16().float().cpu() for n, p in named_parameters(Actor()).items()}
     for step in range(3):
         strategy.backward(policy_loss(actor, ids_of(step, dist.get_rank())), actor, optimizer)
         strategy.optimizer_step(optimizer, actor)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.folders import tensors_in
-from helpers.models import CASES, FILED, HUGGING_FACE, batch_of, build
+from helpers.models import CASES, FILED, HUGGING_FACE, batch_of, build, device, on_device
 from helpers.versions import needs_new_conversions
 from helpers.worlds import some, worlds
 from torch import nn
@@ -44,10 +44,9 @@ def sharded(name, **options):
 def collectives_of(monkeypatch):
     """Count the collectives that move buckets."""
     counted = []
-    for name in ("broadcast", "all_gather_into_tensor", "all_gather_single"):
-        if hasattr(dist, name):
-            function = getattr(dist, name)
-            monkeypatch.setattr(dist, name, lambda *a, f=function, **k: counted.append(f) or f(*a, **k))
+    for module, name in ((dist, "broadcast"), (bucket_module, "all_gather_single")):
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, f=function, **k: counted.append(f) or f(*a, **k))
     return counted
 
 
@@ -79,7 +78,7 @@ def test_tensors_cut_along_another_dimension_or_not_evenly_arrive_whole():
             shapes = [(7, 5), (5, 7), (1, 4), (2,), (4, 3, 5), (8, 2)]
             self.each = nn.ParameterList([torch.randn(shape, generator=generator) for shape in shapes])
 
-    model, plain = Odd(), Odd()
+    model, plain = on_device(Odd()), on_device(Odd())
     torch.distributed.fsdp.fully_shard(
         model, mesh=build_mesh(), shard_placement_fn=lambda p: Shard(1) if p.ndim > 1 and p.shape[1] % 3 == 0 else None
     )
@@ -106,7 +105,8 @@ def test_many_small_tensors_take_few_collectives_and_large_ones_are_not_copied(m
     with monkeypatch.context() as patched:
         counted = collectives_of(patched)
         names = [name for name, _ in stream_weights(model)]
-        assert len(names) > 20 and len(counted) == dist.get_world_size()
+        gathers = dist.get_world_size() if device().type == "cpu" else 1  # of one bucket
+        assert len(names) > 20 and len(counted) == gathers
         patched.setattr(sizes, "LARGE_BYTES", 1 << 10)
         copied = []
         read = bucket_module.Part.read
@@ -267,7 +267,7 @@ def test_the_engine_generates_with_exactly_the_models_weights(name, tmp_path):
     engine.update_weights(stream_weights(model))
     build(name).save_pretrained(tmp_path)  # rank 0 does
     dist.barrier()
-    plain = type(engine.model).from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    plain = on_device(type(engine.model).from_pretrained(tmp_path, dtype=torch.bfloat16).eval())
     expected = weight_checksums(stream_weights(plain))
     assert weight_checksums(stream_weights(model)) == expected and engine.weight_checksums() == expected
     if dist.get_rank():

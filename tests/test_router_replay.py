@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from helpers.models import on_device
 from helpers.reference import assert_close, full_grads
 from helpers.routing_table import PAGE, entry_of, model_with_experts, rows_of, table_version, written_table
 from helpers.split import InFloat64, tiny_model
@@ -50,7 +51,7 @@ def prompts(rank=0):
     ids = torch.randint(3, 64, (BATCH, PROMPT), generator=generator)
     mask = torch.ones_like(ids)
     mask[0, :4], mask[2, :1] = 0, 0
-    return ids * mask, mask
+    return on_device(ids * mask), on_device(mask)
 
 
 def generated(engine, ids, mask):
@@ -75,7 +76,7 @@ def count_differences(first, second):
 
 
 def objective(log_probs, mask):
-    weights = torch.linspace(0.5, 1.5, log_probs.shape[1], dtype=log_probs.dtype)
+    weights = torch.linspace(0.5, 1.5, log_probs.shape[1], dtype=log_probs.dtype, device=log_probs.device)
     return (log_probs * weights * mask[:, -log_probs.shape[1] :]).sum() / 50
 
 
@@ -151,14 +152,14 @@ def test_a_trainer_replays_the_experts_of_an_engine_in_bf16(name, checkpointing)
         of_engine = of_tokens(choices, routing.attention_mask)
         differences += count_differences(of_engine, of_tokens(own.layers[layer], batch["attention_mask"]))
         assert count_differences(of_engine, of_tokens(replayed.layers[layer], batch["attention_mask"])) == 0
-    total = torch.tensor(differences)
+    total = on_device(torch.tensor(differences))
     dist.all_reduce(total)
     assert total > 0, "the engine chose the same experts: the test shows nothing"
 
     # The unsharded model with the same choices; each rank computes both batches, for the mean of the gradients.
     batches = [None, None]
     dist.all_gather_object(batches, (batch, replayed.to_tensors()))
-    for rank, (of_rank, tensors) in enumerate(batches):
+    for rank, (of_rank, tensors) in enumerate([map(on_device, pair) for pair in batches]):
         choices = routing_of_padding(unsharded, Routing.from_tensors(tensors), of_rank)
         with precise(), routed_by_rule(name, unsharded, choices):
             logits = unsharded(**of_rank, use_cache=False).logits.log_softmax(-1)
@@ -174,14 +175,14 @@ def test_a_trainer_replays_the_experts_of_an_engine_in_bf16(name, checkpointing)
     with torch.no_grad(), replay_routing(engine.model, routing):
         of_engine = token_log_probs(engine.model, **batch)
     far, near = ((each - of_engine)[is_token].abs().max().item() for each in (without, log_probs.detach()))
-    far = torch.tensor([far, near])
+    far = on_device(torch.tensor([far, near]))
     dist.all_reduce(far, dist.ReduceOp.MAX)
     assert far[1] < 0.1 and far[0] > 10 * far[1], far
 
 
 def routing_of_padding(model, replayed, batch):
     """Fill the choices of padding, which a record leaves out, with any experts."""
-    filler = torch.arange(8)
+    filler = on_device(torch.arange(8))
     return {
         name: torch.where(choices < 0, filler[: choices.shape[-1]], choices)
         for name, choices in replayed.layers.items()
@@ -377,7 +378,7 @@ class Critic(torch.nn.Module):
 @pytest.mark.ranks(2)
 def test_a_wrapper_with_its_own_parameters_replays_and_recovers_from_a_wrong_routing():
     torch.manual_seed(0)
-    critic = Critic()
+    critic = on_device(Critic())
     unsharded = copy.deepcopy(critic)
     shard_model(critic, build_mesh(), StrategyConfig(bf16=False), is_training=True)
     ids = prompts(dist.get_rank())[0].clamp(min=3)

@@ -19,6 +19,7 @@ from helpers.models import (
     build,
     loss_of,
     next_token_loss,
+    on_device,
     tokens,
 )
 from helpers.reference import (
@@ -224,7 +225,7 @@ def test_freezing_after_preparation_is_honoured():
 
 def _dropout_grads(config, prepare=lambda model: None):
     torch.manual_seed(3)
-    model = PlainTransformer(dropout=0.3).train()
+    model = on_device(PlainTransformer(dropout=0.3)).train()
     prepare(model)
     strategy = strategy_for(**config)
     strategy.prepare_model(model, is_training=True)
@@ -316,7 +317,7 @@ def test_generate_works_before_and_after_training_steps():
     strategy.optimizer_step(optimizer, model, None)
     with torch.no_grad():
         after = model(input_ids=ids).logits
-    plain = transformers.LlamaForCausalLM(expected.config)
+    plain = on_device(transformers.LlamaForCausalLM(expected.config))
     plain.load_state_dict({**{n: full(p) for n, p in model.state_dict().items()}})
     with torch.no_grad():
         assert torch.allclose(after, plain(input_ids=ids).logits, atol=1e-6)

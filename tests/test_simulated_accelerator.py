@@ -80,6 +80,35 @@ def test_modules_move_and_keep_their_parameters():
     assert torch.equal(module.to("cpu").weight, value)
 
 
+def test_an_lstm_computes_what_it_does_on_the_cpu():
+    torch.manual_seed(0)
+    lstm, values, results = nn.LSTM(5, 4, num_layers=2, batch_first=True), torch.randn(2, 3, 5), []
+    for where in ("cpu", device()):
+        lstm.to(where).zero_grad()
+        output = lstm(values.to(where))[0]
+        output.square().sum().backward()
+        results.append([t.detach().to("cpu", copy=True) for t in (output, *(p.grad for p in lstm.parameters()))])
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+def test_recomputed_activations_draw_the_same_dropout():
+    from torch.utils.checkpoint import checkpoint
+
+    weight, gradients = torch.ones(LARGE, device=device(), requires_grad=True), []
+    for recomputes in (False, True):
+        torch.manual_seed(1)
+
+        def dropped(x):
+            return nn.functional.dropout(x * x, 0.5).exp()
+
+        output = checkpoint(dropped, weight, use_reentrant=False) if recomputes else dropped(weight)
+        output.sum().backward()
+        gradients.append(weight.grad)
+        weight.grad = None
+    assert torch.equal(*gradients)
+
+
 def test_the_backward_pass_runs_in_another_thread():
     threads = set()
 
@@ -498,3 +527,17 @@ def test_processes_of_its_environment_load_it_when_they_import_torch():
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
     )
     assert process.stdout.split() == ["sim", "3"]
+
+
+def test_a_forked_child_can_use_what_its_parent_has_only_loaded():
+    import subprocess
+
+    script = """
+import os, torch
+child = os.fork()
+if not child:
+    torch.ones(1, device="sim").item()
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+    subprocess.run([sys.executable, "-c", script], env=simulated_accelerator.environment(devices=1), check=True)

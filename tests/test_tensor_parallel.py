@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.models import Critic
+from helpers.models import Critic, on_device
 from helpers.reference import MixedPrecision, Unsharded, assert_close, full_parameters, same_on_all_ranks
 from helpers.split import InFloat64, tiny_model
 from helpers.tensor_parallel import (
@@ -67,7 +67,7 @@ def small(**changed):
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, **changed})).double()
+    return on_device(LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, **changed})).double())
 
 
 class Mlp(nn.Module):
@@ -96,7 +96,7 @@ class Mlps(nn.Module):
 
 def mlps(dropped=0.0):
     torch.manual_seed(0)
-    return Mlps(dropped).double()
+    return on_device(Mlps(dropped).double())
 
 
 def of_mlps(model, batch):
@@ -104,7 +104,7 @@ def of_mlps(model, batch):
 
 
 def batch_of_mlps(seed):
-    return {"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)}
+    return on_device({"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)})
 
 
 # --- training has the numbers of the unsharded model ----------------------------------------------------------------
@@ -366,7 +366,7 @@ def test_modules_that_an_adapter_saves_are_split_as_without_it(saved, tied):
 @pytest.mark.full
 def test_a_wrapper_around_a_model_is_split_by_the_plan_of_the_model():
     torch.manual_seed(0)
-    model = Critic(small()).double()
+    model = on_device(Critic(small()).double())
 
     def loss(critic, batch):
         return critic(batch["input_ids"]).square().mean()
@@ -385,7 +385,7 @@ def test_a_classifier_is_split_by_the_plan_of_its_decoder():
     torch.manual_seed(0)
     config = small().config
     config.num_labels = 3
-    model = LlamaForSequenceClassification(config).double()
+    model = on_device(LlamaForSequenceClassification(config).double())
 
     def loss(model, batch):
         return model(**batch).logits.square().mean()
@@ -535,6 +535,7 @@ def test_dropout_of_split_activations_has_independent_masks_and_the_numbers_of_t
     torch.manual_seed(0)
     model = Mlps().double()
     model.layers = nn.ModuleList(DroppingMlp() for _ in range(2)).double()
+    model = on_device(model)
     unsharded = copy.deepcopy(model)
     plan = {"layers.*.up": "colwise", "layers.*.gate": "colwise", "layers.*.down": "rowwise"}
     strategy = split_over_two(tensor_parallel_plan=plan, activation_checkpointing=recomputes)
@@ -554,7 +555,8 @@ def test_dropout_of_split_activations_has_independent_masks_and_the_numbers_of_t
         strategy.backward(loss, model)
         expected.backward()
         for name, gradient in whole_grads(model).items():
-            assert torch.allclose(gradient, unsharded.get_parameter(name).grad, rtol=1e-8, atol=1e-12), name
+            expected = unsharded.get_parameter(name).grad.cpu()
+            assert torch.allclose(gradient, expected, rtol=1e-8, atol=1e-12), name
     state = torch.get_rng_state()
     of_ranks = [torch.empty_like(state) for _ in range(2)]
     dist.all_gather(of_ranks, state)

@@ -52,7 +52,7 @@ WORLDS = (1, 2, 3)
 def tensors_of(model):
     """Return all parameters and buffers, gathered, by name; collective."""
     named = [*model.named_parameters(), *model.named_buffers()]
-    return {name: full(tensor).clone() for name, tensor in named}
+    return {name: full(tensor).to("cpu", copy=True) for name, tensor in named}
 
 
 def assert_same_values(actual, expected):

@@ -116,7 +116,10 @@ class FSDPadaptOptimizer(Optimizer):
         if _is_half(parameter):
             if not isinstance(master, nn.Parameter) or master is parameter:  # replaced or removed by a load
                 master = state[MASTER] = _master_of(master)
-            master.grad = None if parameter.grad is None else _fp32(parameter.grad)
+            # FSDP2 may reduce a gradient in fp32 and keep the dtype of the parameter in its DTensorSpec, which
+            # operators on DTensors read.
+            own = parameter.grad
+            master.grad = None if own is None else sharded_like(own, values_of(own).float())
         self.inner.state[master] = {key: value for key, value in state.items() if key != MASTER}
         return master
 

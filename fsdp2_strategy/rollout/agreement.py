@@ -21,6 +21,7 @@ from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import group_in_use, world_size
 from fsdp2_strategy.errors import RolloutError, counted
+from fsdp2_strategy.model.fsdp_state import device_of
 from fsdp2_strategy.model.ranks import on_ranks_of
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.rollout.compared_sequences import ACTION, ComparedSequences
@@ -122,7 +123,8 @@ def check_engine_agreement(
     Args:
         actor: the trained model, or its wrapper.
         engine: the engine; None on ranks without one.
-        sequences: [batch, length], int64: prompts and answers. A few are enough.
+        sequences: [batch, length], int64: prompts and answers. A few are enough. They and the other tensors are moved
+            to the device that the actor computes on.
         attention_mask: [batch, length]; padding may be on the left, on the right, and between prompt and answer. None
             if there is no padding.
         answer_mask: [batch, n], bool or 0 and 1: which of the last n tokens of the sequences are compared.
@@ -151,6 +153,8 @@ def check_engine_agreement(
         with all_or_none(ACTION, RolloutError):
             _check_settings(ratio_band, tolerance, on_disagreement, inputs)
             check_inputs(inputs, _OPTIONS, unwrap_model(actor), ACTION, RolloutError)
+            # An engine may have returned the sequences in host memory; all comparisons are made on the actor's device.
+            sequences = sequences.to(device_of(unwrap_model(actor)))
             compared = ComparedSequences.of(sequences, attention_mask, answer_mask, inputs)
             tolerance = _tolerance(actor, sent_dtype) if tolerance is None else tolerance
         settings = (temperature, ratio_band, tolerance, on_disagreement, compare_weights, sent_dtype)

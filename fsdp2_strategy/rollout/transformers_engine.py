@@ -145,6 +145,8 @@ class TransformersEngine(Engine):
     def generate(self, *args: Any, return_routing: bool = False, **kwargs: Any) -> Any:
         """Call ``model.generate`` on the copy, with the same arguments and result; or generate as another engine does.
 
+        Tensors in other memory are moved to this rank's device, on which the result is.
+
         With ``sampling_params``, the arguments and results are those of another engine:
 
         - SGLang's ``generate(sampling_params=, input_ids=)`` or ``generate(sampling_params=, prompt=)``: for each
@@ -191,8 +193,12 @@ class TransformersEngine(Engine):
                 "because there are no sampling_params. Pass a tensor and its attention_mask, or the prompts by name "
                 "with sampling_params."
             )
+
+        def moved(value: Any) -> Any:
+            return value.to(current_device()) if isinstance(value, torch.Tensor) else value
+
         with torch.no_grad():
-            return self.model.generate(*args, **kwargs)
+            return self.model.generate(*map(moved, args), **{name: moved(value) for name, value in kwargs.items()})
 
     def log_probs(
         self,

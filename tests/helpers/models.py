@@ -38,7 +38,7 @@ class Case:
 
 
 def tokens(generator: torch.Generator, batch: int = 2, length: int = LENGTH) -> torch.Tensor:
-    return torch.randint(3, VOCAB, (batch, length), generator=generator)
+    return on_device(torch.randint(3, VOCAB, (batch, length), generator=generator))
 
 
 def _lm_batch(generator: torch.Generator) -> dict[str, torch.Tensor]:

@@ -22,6 +22,7 @@ from fsdp2_strategy.parallel.sequence.shard import ARGUMENT, shard_sequence
 from fsdp2_strategy.parallel.sequence.split import SplitPlan, split_sequences
 from fsdp2_strategy.parallel.tiny_config import tiny_config
 from helpers.architectures import default_config
+from helpers.models import on_device
 
 LENGTH = 23
 """More than three windows of a tiny configuration; neither 2 nor 4 ranks divide it."""
@@ -62,7 +63,7 @@ def tiny_model(name: str, **changed: Any) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
-    return model if name in IN_FLOAT32 else model.double()
+    return on_device(model if name in IN_FLOAT32 else model.double())
 
 
 class InFloat64(TorchFunctionMode):
@@ -89,7 +90,7 @@ def batches(model: Any) -> dict[str, Batch]:
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     packed = torch.cat([torch.arange(n) for n in (7, 2, 11, 3)]).expand(2, -1)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
-    return {
+    found = {
         "plain": {"input_ids": ids},
         "padded": {"input_ids": ids, "attention_mask": mask, "position_ids": positions},
         "packed": {
@@ -97,6 +98,7 @@ def batches(model: Any) -> dict[str, Batch]:
             "position_ids": packed.expand(4, 2, -1) if "mrope_section" in str(rope) else packed,
         },
     }
+    return on_device(found)
 
 
 def targets_of(batch: Batch) -> torch.Tensor:

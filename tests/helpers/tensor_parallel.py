@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from fsdp2_strategy import FSDPV2Strategy
 from fsdp2_strategy.model.names import named_parameters
+from helpers.models import on_device
 from helpers.reference import (
     Unsharded,
     _all_gather,
@@ -50,7 +51,7 @@ def whole_grads(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).cpu()
 
 
 def _whole(tensor: DTensor, of_ranks: list[torch.Tensor]) -> torch.Tensor:
@@ -85,7 +86,7 @@ def batch_for(model: Any, seed: int) -> dict[str, torch.Tensor]:
     """Return two sequences in which each token of a tiny vocabulary can occur."""
     generator = torch.Generator().manual_seed(seed)
     size = model.config.get_text_config().vocab_size
-    return {"input_ids": torch.randperm(size, generator=generator)[: 2 * LENGTH].view(2, LENGTH)}
+    return on_device({"input_ids": torch.randperm(size, generator=generator)[: 2 * LENGTH].view(2, LENGTH)})
 
 
 def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -22,12 +22,13 @@ What it simulates, and what its detectors find:
 - Each device has a generator with a seed and an offset, as CUDA's; kernels do not draw from the CPU's.
 - The backward pass runs in another thread.
 - Syncs and blocking copies are counted: `.item()`, sizes that depend on values, copies to pageable memory.
-- A forked child cannot use the device.
+- A forked child cannot use the device if its parent has.
 
 What it does not simulate: kernels are carried out when they are launched, so nothing overlaps, and nothing is slower or
 faster than elsewhere; the host's threads share one clock, so that a lock or an event of Python that is missing between
 two of them is not seen; strided accesses count as all bytes that they span; values are those of the CPU's kernels, not
-of CUDA's; NCCL's hangs, its watchdog and its use of the device's memory; graphs, compiled kernels, autocast. A blocking
+of CUDA's; NCCL's hangs, its watchdog and its use of the device's memory; graphs, compiled kernels, autocast; views that
+conjugate when they are read (they end the process). A blocking
 copy from pageable memory does not order anything here, though CUDA's waits for the stream. Memory is never fragmented
 and does not run out.
 """

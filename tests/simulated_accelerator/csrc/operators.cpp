@@ -341,6 +341,18 @@ Tensor histc(const Tensor& tensor, int64_t bins, const at::Scalar& least, const 
   });
 }
 
+// torch has one operator for the cell of an LSTM on a device, and its backward; here autograd sees the parts.
+std::tuple<Tensor, Tensor, Tensor> lstm_cell(const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& cell,
+                                             const std::optional<Tensor>& input_bias,
+                                             const std::optional<Tensor>& hidden_bias) {
+  auto gates = input_gates + hidden_gates;
+  for (const auto& bias : {input_bias, hidden_bias})
+    if (bias && bias->defined()) gates = gates + *bias;
+  const auto parts = gates.chunk(4, 1);  // input, forget, cell, output
+  auto next = parts[1].sigmoid() * cell + parts[0].sigmoid() * parts[2].tanh();
+  return {parts[3].sigmoid() * next.tanh(), next, gates};
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>()); }
@@ -365,6 +377,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_overrideable", &convolution);
   m.impl("convolution_backward_overrideable", &convolution_backward);
   m.impl("histc", &histc);
+  m.impl("_thnn_fused_lstm_cell", &lstm_cell);
 }
+
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) { m.impl("_thnn_fused_lstm_cell", &lstm_cell); }
 
 }  // namespace simulated

@@ -33,7 +33,8 @@ std::list<std::shared_ptr<Pending>> pending;
 std::atomic<size_t> pending_count{0};
 int64_t next_stream = 1;
 c10::DeviceIndex devices = 2;
-std::atomic<bool> is_forked{false};
+std::atomic<bool> is_used{false};  // by a kernel
+std::atomic<bool> is_forked{false};  // from a process that had used the device
 thread_local c10::DeviceIndex device_of_thread = 0;
 thread_local std::map<c10::DeviceIndex, c10::StreamId> stream_of_thread;
 
@@ -99,7 +100,7 @@ void set_current_device(c10::DeviceIndex index) {
   device_of_thread = index;
 }
 
-void forbid_in_forked_children() { pthread_atfork(nullptr, nullptr, [] { is_forked = true; }); }
+void forbid_in_forked_children() { pthread_atfork(nullptr, nullptr, [] { is_forked = is_used.load(); }); }
 
 c10::Stream current_stream(c10::DeviceIndex device) {
   const auto index = device < 0 ? device_of_thread : device;
@@ -129,6 +130,7 @@ std::string name_of(Timeline timeline) {
 
 uint64_t launch(Timeline timeline) {
   TORCH_CHECK(!is_forked, "simulated accelerator: cannot be used in a forked child of a process that has used it");
+  is_used = true;
   Lock lock(state());
   auto& clock = clocks[timeline];
   merge(clock, host);
