@@ -154,7 +154,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     names = pyfuncitem._fixtureinfo.argnames
     arguments = {name: pyfuncitem.funcargs[name] for name in names}
     pool = pyfuncitem.config.stash[_SIMULATED_POOL if _variant(pyfuncitem) == "simulated" else _POOL]
-    pool.run(str(pyfuncitem.path), pyfuncitem.originalname, arguments, world_size, timeout=300)
+    pool.run(
+        str(pyfuncitem.path),
+        pyfuncitem.originalname,
+        arguments,
+        world_size,
+        timeout=300,
+        same_collectives=pyfuncitem.get_closest_marker("differing_collectives") is None,
+    )
     return True
 
 

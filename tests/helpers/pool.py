@@ -30,6 +30,9 @@ from unittest.mock import patch
 import pytest
 import simulated_accelerator
 
+from helpers import collective_order, collective_record
+from helpers.collective_record import Record
+
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 _GROUPS_OF_A_JOB = 10_000
 """More process groups than a test makes."""
@@ -79,8 +82,21 @@ class RankPool:
     is_simulated: bool = False
     """Whether the ranks have the simulated accelerator."""
 
-    def run(self, file: str, function: str, arguments: dict[str, Any], world_size: int, timeout: float) -> None:
-        """Run one test function on ``world_size`` ranks; raise what the first failing rank raised."""
+    def run(
+        self,
+        file: str,
+        function: str,
+        arguments: dict[str, Any],
+        world_size: int,
+        timeout: float,
+        *,
+        same_collectives: bool = True,
+    ) -> None:
+        """Run one test function on ``world_size`` ranks; raise what the first failing rank raised.
+
+        If no rank fails, raise if their collectives break a rule of [Note: order of collectives], unless
+        ``same_collectives`` is false.
+        """
         while len(self.workers) < world_size:
             ours, theirs = processes.Pipe()
             given = (theirs, len(self.workers), self.folder, self.is_simulated)
@@ -95,20 +111,25 @@ class RankPool:
         self.jobs += 1
         for worker in self.workers[:world_size]:
             worker.pipe.send(job)
-        failures = self._collect(world_size, timeout)
+        failures, records = self._collect(world_size, timeout)
         if failures:
             self.close()
             raise AssertionError("\n\n".join(f"--- rank {rank}\n{text}" for rank, text in failures.items()))
+        found = collective_order.mistakes([records[rank] for rank in range(world_size)]) if same_collectives else []
+        if found:
+            self.close()
+            raise AssertionError("\n".join(found))
 
-    def _collect(self, world_size: int, timeout: float) -> dict[int, str]:
+    def _collect(self, world_size: int, timeout: float) -> tuple[dict[int, str], dict[int, Record]]:
         deadline = time.monotonic() + timeout
         failures: dict[int, str] = {}
+        records: dict[int, Record] = {}
         waiting = {self.workers[rank].pipe: rank for rank in range(world_size)}
         while waiting and (left := deadline - time.monotonic()) > 0:
             for pipe in wait(list(waiting), left):
                 rank = waiting.pop(pipe)
                 try:
-                    text = pipe.recv()
+                    text, records[rank] = pipe.recv()
                 except (EOFError, OSError):
                     self.workers[rank].process.join(5)
                     text = f"the process died with exit code {self.workers[rank].process.exitcode}"
@@ -116,7 +137,8 @@ class RankPool:
                     failures[rank] = text
                     deadline = min(deadline, time.monotonic() + 5)
         hanging = "did not finish: it waits for another rank, or hangs"
-        return failures | {rank: f"{hanging}\n{self._stacks_of(rank)}" for rank in waiting.values()}
+        failures |= {rank: f"{hanging}\n{self._stacks_of(rank)}" for rank in waiting.values()}
+        return failures, records
 
     def _stacks_of(self, rank: int) -> str:
         """Return where a rank and the processes that it started are."""
@@ -153,6 +175,7 @@ def _serve(pipe: Connection, rank: int, folder: Path, is_simulated: bool) -> Non
 
     torch.set_num_threads(1)
     _choose_device(rank, is_simulated)
+    collective_record.start()
     gc.freeze()
     # A data loader's workers are children of this process, and forked, as in a process of one's own.
     mp.current_process()._config["daemon"] = False
@@ -182,12 +205,13 @@ def _serve(pipe: Connection, rank: int, folder: Path, is_simulated: bool) -> Non
             # torch counts the groups that a rank has made, and names the next one by this number. After a test of a
             # part of the ranks, the numbers differ, and the ranks would wait for each other under different names.
             distributed_c10d._world.group_count = _GROUPS_OF_A_JOB * (1 + job.number)
+            collective_record.begin()
             with simulated_accelerator.watched() if is_simulated else nullcontext():
                 _call(getattr(modules[job.file], job.function), job)
             verdict = ""
         except BaseException:  # noqa: BLE001  the test's verdict, whatever it is
             verdict = traceback.format_exc()
-        pipe.send(verdict)
+        pipe.send((verdict, collective_record.end()))
 
 
 def _choose_device(rank: int, is_simulated: bool) -> None:
