@@ -31,6 +31,7 @@ from fsdp2_strategy import sizes
 
 _POOL = pytest.StashKey[RankPool]()
 _SIMULATED_POOL = pytest.StashKey[RankPool]()
+_COMPARING_POOL = pytest.StashKey[RankPool]()
 INTEGRATIONS = {
     "accelerate": ("test_accelerate",),
     "lerobot": ("test_compat_lerobot", "test_lerobot", "test_peers_lerobot", "test_streaming"),
@@ -46,14 +47,28 @@ ONE_IN = 3
 """Of the cases of a test that `make test` leaves out, CI runs one in so many, and `make sweep` the others."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "compare the collectives of all ranks after each test, as tests/helpers/collective_order.py describes"
+    parser.addoption("--collective-order", action="store_true", help=text)
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_POOL] = RankPool()
-    config.stash[_SIMULATED_POOL] = RankPool(is_simulated=True)
+    compares = bool(config.getoption("--collective-order"))
+    config.stash[_POOL] = RankPool(compares_collectives=compares)
+    config.stash[_SIMULATED_POOL] = RankPool(is_simulated=True, compares_collectives=compares)
+    config.stash[_COMPARING_POOL] = RankPool(compares_collectives=True)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    config.stash[_POOL].close()
-    config.stash[_SIMULATED_POOL].close()
+    for pool in (_POOL, _SIMULATED_POOL, _COMPARING_POOL):
+        config.stash[pool].close()
+
+
+def _pool_for(config: pytest.Config, file: str, variant: str = "") -> RankPool:
+    """Return the pool for tests of a file; the tests of the comparison of collectives have their own."""
+    if variant == "simulated":
+        return config.stash[_SIMULATED_POOL]
+    return config.stash[_COMPARING_POOL if Path(file).name == "test_collective_order.py" else _POOL]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -153,9 +168,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     names = pyfuncitem._fixtureinfo.argnames
     arguments = {name: pyfuncitem.funcargs[name] for name in names}
-    pool = pyfuncitem.config.stash[_SIMULATED_POOL if _variant(pyfuncitem) == "simulated" else _POOL]
-    pool.run(
-        str(pyfuncitem.path),
+    _pool_for(pyfuncitem.config, file := str(pyfuncitem.path), _variant(pyfuncitem)).run(
+        file,
         pyfuncitem.originalname,
         arguments,
         world_size,
@@ -170,8 +184,8 @@ def run_on(request: pytest.FixtureRequest) -> Callable[..., None]:
     """Return a call that runs a function of a test module on some ranks: for tests over several world sizes."""
 
     def run(world_size: int, function: Callable[..., None], **arguments: Any) -> None:
-        pool = request.config.stash[_POOL]
-        pool.run(inspect.getfile(function), function.__name__, arguments, world_size, timeout=300)
+        pool = _pool_for(request.config, file := inspect.getfile(function))
+        pool.run(file, function.__name__, arguments, world_size, timeout=300)
 
     return run
 
@@ -180,7 +194,7 @@ def run_on(request: pytest.FixtureRequest) -> Callable[..., None]:
 def end_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
     """End the ranks of the pool after a test that breaks their connections."""
     yield
-    for pool in (_POOL, _SIMULATED_POOL):
+    for pool in (_POOL, _SIMULATED_POOL, _COMPARING_POOL):
         request.config.stash[pool].close()
 
 
