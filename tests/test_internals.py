@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ast
 import builtins
-import gc
 import importlib.util
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -23,10 +21,8 @@ from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, build_mesh
 from fsdp2_strategy.distributed import torch_internals
 from fsdp2_strategy.errors import OffloadError
 from fsdp2_strategy.hf import library_internals
-from fsdp2_strategy.model import offload, reload, unit_hooks
+from fsdp2_strategy.model import offload, offloading, placeholders, reload, unit_hooks
 from fsdp2_strategy.model.fsdp_state import parameter_groups
-from fsdp2_strategy.model.offloading import free_host_buffers
-from fsdp2_strategy.model.placeholders import any_offloaded
 
 PACKAGE = Path(fsdp2_strategy.__file__).parent
 INTERFACES = {Path(torch_internals.__file__), Path(library_internals.__file__)}
@@ -233,25 +229,17 @@ def test_a_pass_leaves_transformers_registry_as_it_was():
     assert dict(output_capturing._CAN_RECORD_REGISTRY) == before
 
 
-def _await_none_offloaded():
-    """Wait for the end of models of other tests: a thread may keep their frames for a while."""
-    deadline = time.monotonic() + 20
-    while any_offloaded() and time.monotonic() < deadline:
-        gc.collect()
-        time.sleep(0.1)
-    free_host_buffers()
-    assert not any_offloaded(), "another test left an offloaded model that is not freed"
-
-
 @pytest.mark.ranks(2)
-def test_optimizers_of_the_process_are_watched_while_a_model_is_offloaded_and_no_longer():
+def test_optimizers_of_the_process_are_watched_while_a_model_is_offloaded_and_no_longer(monkeypatch):
     from torch.optim import optimizer as torchs
 
+    # Models of other tests may still be away in this process.
+    monkeypatch.setattr(placeholders, "_offloaded", type(placeholders._offloaded)())
+    monkeypatch.setattr(offloading, "_step_guard", [])
     model = build("llama")
     strategy = FSDPV2Strategy(config=StrategyConfig(bf16=False))
     strategy.prepare_model(model, is_training=True)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    _await_none_offloaded()
     before = dict(torchs._global_optimizer_pre_hooks)
     offload(model)
     with pytest.raises(OffloadError, match="the parameters of this SGD are in host memory"):
