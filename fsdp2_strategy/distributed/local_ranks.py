@@ -35,7 +35,7 @@ from fsdp2_strategy.distributed.accelerator import accelerator_type, device_modu
 from fsdp2_strategy.errors import MeshError, some
 
 _READ_SECONDS = 10.0
-"""For so long the first rank waits until the others have read an error."""
+"""For so long a rank waits until the others have read an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +93,8 @@ def visible_devices() -> list[str]:
 def find_local_rank(store: Any, index: int, place: Place, ranks: Sequence[int]) -> LocalRank:
     """Return what this rank knows of its host; collective over ``ranks``, of which this is number ``index``.
 
-    The first rank chooses for all of them, so that each rank reads one key of the store. If it chooses an error, it
-    waits until the others have read it, because the store may end with its process.
+    The first rank chooses for all of them, so that each rank reads one key of the store. If it chooses an error, the
+    ranks wait until all have read it, because the store may end with one of their processes.
     """
     store.set(f"place/{index}", json.dumps(asdict(place)))
     try:
@@ -114,17 +114,11 @@ def find_local_rank(store: Any, index: int, place: Place, ranks: Sequence[int]) 
             "rank of its group, and look for the first error of any rank."
         ) from error
     if "error" in answer:
-        _let_others_read(store, index, len(ranks))
+        with suppress(dist.DistError):  # a rank that is lost meanwhile
+            store.set(f"read/{index}", "")
+            store.wait([f"read/{other}" for other in range(len(ranks))], timedelta(seconds=_READ_SECONDS))
         raise MeshError(answer["error"])
     return LocalRank(**answer)
-
-
-def _let_others_read(store: Any, index: int, count: int) -> None:
-    """Note that this rank has read the error; on the first rank, wait for the others, at most `_READ_SECONDS`."""
-    with suppress(dist.DistError):
-        store.set(f"read/{index}", "")
-        if index == 0:
-            store.wait([f"read/{other}" for other in range(count)], timedelta(seconds=_READ_SECONDS))
 
 
 def local_ranks(places: Sequence[Place], ranks: Sequence[int] | None = None) -> list[LocalRank]:

@@ -12,7 +12,7 @@ gradients, there is no step, and everything is compared at once.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -48,16 +48,16 @@ _later: WeakKeyDictionary[Any, list[Later]] = WeakKeyDictionary()
 """What the next step compares, by the default process group."""
 
 
-def facts_of(batch: Mapping[str, Any], at_once: Iterable[str] | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+def facts_of(batch: Mapping[str, Any], at_once: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the facts that are compared at once, and the checksums that the next step compares; not collective.
 
     Facts are shape, dtype and checksum of each tensor, and numbers as they are. Checksums on an accelerator are for the
-    step, but for the arguments ``at_once`` (None: for all). See [Note: later comparisons].
+    step, but for the arguments ``at_once``. See [Note: later comparisons].
     """
     numbers = {name: value for name, value in sorted(batch.items()) if isinstance(value, int | float)}
     tensors = {name: value for name, value in sorted(batch.items()) if _is_plain(value)}
     sums = {name: _checksum(tensor) for name, tensor in tensors.items()}
-    chosen = tensors if at_once is None or not torch.is_grad_enabled() else at_once
+    chosen = at_once if torch.is_grad_enabled() else tensors
     later = {name: own for name, own in sums.items() if on_accelerator(own) and name not in chosen}
     now = [own for name, own in sums.items() if name not in later]
     read = iter(torch.stack(now).tolist() if len({own.device for own in now}) == 1 else [int(own) for own in now])

@@ -19,7 +19,7 @@ import gc
 import operator
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -478,17 +478,17 @@ def broadcast_coalesced(group: dist.ProcessGroup, tensors: list[torch.Tensor], b
     dist._broadcast_coalesced(group, tensors, bucket_bytes, source)  # type: ignore[attr-defined]
 
 
-def look_at_threads(look: Callable[[Any], T]) -> dict[int, T]:
-    """Return what ``look`` finds in the innermost frame of each other thread, by the thread's identifier.
+def look_at_threads(look: Callable[[Any], T], threads: Collection[int] | None = None) -> dict[int, T]:
+    """Return what ``look`` finds in the innermost frame of other threads (None: of all), by their identifiers.
 
     Frames hold what their functions hold, such as models and activations, also after the functions have returned. So
-    they are released before this function returns, and the own frame first of all: it would hold the frames, and they
-    would hold it, until Python collects garbage. ``look`` must not keep a frame.
+    they are released before this function returns: among them is its own frame, which would hold all of them until
+    Python collects garbage. ``look`` must not keep a frame.
     """
     frames = _frames_of_threads()
     del frames[threading.get_ident()]
     try:
-        return {thread: look(frames[thread]) for thread in list(frames)}
+        return {thread: look(frames[thread]) for thread in list(frames) if threads is None or thread in threads}
     finally:
         frames.clear()
 
@@ -498,12 +498,7 @@ def look_at_main_thread(look: Callable[[Any], T], otherwise: T) -> T:
     main = threading.main_thread().ident or 0
     if main == threading.get_ident():
         return look(sys._getframe(1))
-    frames = _frames_of_threads()
-    del frames[threading.get_ident()]
-    try:
-        return look(frames[main]) if main in frames else otherwise
-    finally:
-        frames.clear()
+    return look_at_threads(look, {main}).get(main, otherwise)
 
 
 def _frames_of_threads() -> dict[int, Any]:
