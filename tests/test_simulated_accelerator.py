@@ -80,6 +80,21 @@ def test_modules_move_and_keep_their_parameters():
     assert torch.equal(module.to("cpu").weight, value)
 
 
+def test_lazily_conjugated_and_negated_tensors_are_read_as_on_the_cpu():
+    def read(x):
+        conjugated = x.conj()
+        yield conjugated.clone()
+        yield conjugated @ x
+        yield conjugated.imag.clone()
+        yield torch.zeros_like(x).copy_(conjugated)
+        yield torch.zeros_like(x).conj().copy_(x)
+        yield conjugated.cpu()
+
+    on_host = torch.randn(4, dtype=torch.complex64)
+    for ours, expected in zip(read(on_host.to(device())), read(on_host), strict=True):
+        assert torch.equal(ours.cpu(), expected)
+
+
 def test_an_lstm_computes_what_it_does_on_the_cpu():
     torch.manual_seed(0)
     lstm, values, results = nn.LSTM(5, 4, num_layers=2, batch_first=True), torch.randn(2, 3, 5), []

@@ -153,6 +153,7 @@ TESTS = {
         "test_replicas_share_the_reading_where_their_last_shards_are_empty",
         "test_offloaded_parameters_are_loaded_into_host_memory_and_train",
         "test_values_are_replaced_in_place_where_a_model_is_real",
+        "test_a_nested_block_is_part_of_the_outer_one",
     ),
 }
 """By file. Those of `test_gpu.py` run there in all cases, and first of all: they are written for an accelerator."""

@@ -27,8 +27,7 @@ What it simulates, and what its detectors find:
 What it does not simulate: kernels are carried out when they are launched, so nothing overlaps, and nothing is slower or
 faster than elsewhere; the host's threads share one clock, so that a lock or an event of Python that is missing between
 two of them is not seen; strided accesses count as all bytes that they span; values are those of the CPU's kernels, not
-of CUDA's; NCCL's hangs, its watchdog and its use of the device's memory; graphs, compiled kernels, autocast; views that
-conjugate when they are read (they end the process). A blocking
+of CUDA's; NCCL's hangs, its watchdog and its use of the device's memory; graphs, compiled kernels, autocast. A blocking
 copy from pageable memory does not order anything here, though CUDA's waits for the stream. Memory is never fragmented
 and does not run out.
 """
