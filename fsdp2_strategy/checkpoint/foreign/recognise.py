@@ -90,6 +90,11 @@ class Foreign:
     """The step in a JSON file, or in a name that says that it is one; None if only the content of pickles can tell."""
 
     @property
+    def processes(self) -> int:
+        """The number of processes whose random states accelerate saved; 0 without such files."""
+        return sum(re.fullmatch(r"random_states_\d+\.pkl", name) is not None for name in names_in(self.path))
+
+    @property
     def model(self) -> Path:
         """The folder or file with the weights; of files per rank, that of rank 0."""
         return next(source.paths[0] for source in self.sources if source.role in ("model", ""))
