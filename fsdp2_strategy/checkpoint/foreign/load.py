@@ -216,6 +216,9 @@ def _match_optimizer(
         for name, of_name in stored.state.items()
         if (own := {k: v for k, v in of_name.items() if not isinstance(v, StoredTensor)})
     }
+    for name, own_values in values.items():
+        if isinstance(own_values.get("step"), int | float) and name in state:  # as torch 1.11 and earlier saved it
+            state[name]["step"] = torch.tensor(float(own_values.pop("step")))
     in_groups = {str(param) for group in stored.groups for param in group.params}
     lacking = [name for name, own in state.items() if not own and name not in in_groups]
     if lacking and strict and in_groups:

@@ -13,7 +13,7 @@ import io
 import json
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +201,7 @@ def _merged(of_ranks: Sequence[Any], where: Path, depth: int = 0) -> Any:
         raise CheckpointError(f"cannot read {where}: its dictionaries are nested deeper than {_MOST_DEPTH} levels.")
     if isinstance(first, torch.Tensor | PickledShards):
         return _tensor_of(of_ranks, where)
-    if isinstance(first, UnknownObject):
+    if isinstance(first, UnknownObject) or (is_dataclass(first) and not isinstance(first, type)):
         return _merged([vars(each) for each in of_ranks], where, depth)
     if isinstance(first, Mapping):
         for each in of_ranks:
