@@ -13,9 +13,9 @@ from helpers.reference import full_parameters
 from helpers.training import assert_same, prepared, strategy_for
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from fsdp2_strategy.checkpoint.foreign.contents import StoredGroup, StoredOptimizer
 from fsdp2_strategy.checkpoint.foreign.parameter_ids import OwnGroup, Parameter, name_parameters
 from fsdp2_strategy.checkpoint.foreign.recognise import describe_contents, newest_in
+from fsdp2_strategy.checkpoint.foreign.stored_optimizer import StoredGroup, StoredOptimizer
 from fsdp2_strategy.checkpoint.foreign.tensors import StoredTensor
 from fsdp2_strategy.errors import CheckpointError
 

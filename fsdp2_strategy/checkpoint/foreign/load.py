@@ -17,9 +17,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from fsdp2_strategy.checkpoint.foreign.contents import Contents, StoredOptimizer, plain, read_contents
+from fsdp2_strategy.checkpoint.foreign.contents import Contents, read_contents
 from fsdp2_strategy.checkpoint.foreign.parameter_ids import OwnGroup, Parameter, name_parameters
-from fsdp2_strategy.checkpoint.foreign.recognise import Foreign
+from fsdp2_strategy.checkpoint.foreign.sources import Foreign
+from fsdp2_strategy.checkpoint.foreign.stored_optimizer import StoredOptimizer, plain
 from fsdp2_strategy.checkpoint.foreign.tensors import StoredTensor, read_into
 from fsdp2_strategy.checkpoint.load_options import NO_OPTIMIZER, NO_SCHEDULER, NOT_STRICT
 from fsdp2_strategy.checkpoint.storage import check_shapes

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy.checkpoint.foreign.pickles import PickledShards, UnknownObject, unpickle
-from fsdp2_strategy.checkpoint.foreign.recognise import Source
+from fsdp2_strategy.checkpoint.foreign.sources import Source
 from fsdp2_strategy.checkpoint.storage import convert_dcp_errors
 from fsdp2_strategy.distributed.process_group import group_in_use
 from fsdp2_strategy.distributed.torch_internals import local_of
