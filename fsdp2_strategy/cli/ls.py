@@ -6,14 +6,13 @@ Input: a directory. Output: one line for each checkpoint, with the reason if it 
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 from typing import Any
 
 from fsdp2_strategy.checkpoint.listing import Checkpoint
 from fsdp2_strategy.checkpoint.paths import TRAINABLE, CheckpointPaths, exists, is_directory
 from fsdp2_strategy.cli.found import checkpoints_at, extra_in, extra_text
-from fsdp2_strategy.cli.output import Output
+from fsdp2_strategy.cli.output import Output, time_text
 from fsdp2_strategy.errors import size_text
 
 
@@ -42,7 +41,7 @@ def _entry(path: Path, checkpoint: Checkpoint | None, problem: str, saved: float
             "sequence": checkpoint.sequence,
             "step": checkpoint.step,
             "bytes": checkpoint.total_bytes,
-            "saved": _text_of(saved, "%Y-%m-%dT%H:%M:%S%z"),
+            "saved": time_text(saved, "%Y-%m-%dT%H:%M:%S%z"),
             "protected": checkpoint.protected,
             "metric": checkpoint.metric,
             "higher_is_better": checkpoint.higher_is_better,
@@ -53,7 +52,7 @@ def _entry(path: Path, checkpoint: Checkpoint | None, problem: str, saved: float
 
 
 def _line(checkpoint: Checkpoint, problem: str, saved: float) -> str:
-    date = _text_of(saved, "%Y-%m-%d %H:%M")
+    date = time_text(saved)
     notes = ["protected"] if checkpoint.protected else []
     notes += [f"models {', '.join(checkpoint.models)}"] if checkpoint.models else []
     notes += ["copied or renamed"] if checkpoint.is_copy else []
@@ -73,13 +72,6 @@ def _saved(path: Path) -> float | None:
         return CheckpointPaths.found_in(path).manifest.stat().st_mtime
     except OSError:
         return None
-
-
-def _text_of(seconds: float, form: str) -> str:
-    try:
-        return time.strftime(form, time.localtime(seconds))
-    except (OverflowError, ValueError):  # a time after the year 9999
-        return "unknown"
 
 
 def _is_only_trainable(checkpoint: Checkpoint) -> bool:
