@@ -32,7 +32,7 @@ from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.library_internals import names_not_saved
 from fsdp2_strategy.hf.load_plan import LoadReport, match_tensors
 from fsdp2_strategy.hf.mismatches import CHECKPOINT
-from fsdp2_strategy.hf.peft.files import ADAPTER_WEIGHTS, AdapterFiles
+from fsdp2_strategy.hf.peft.files import ADAPTER_WEIGHTS, AdapterFiles, adapter_configurations, adapter_folder
 from fsdp2_strategy.hf.peft.merge import has_adapters, is_peft_model, names_without_adapters, without_adapter_modules
 from fsdp2_strategy.hf.save_plan import TensorLayout, choose_layout, tensors_to_write
 from fsdp2_strategy.hf.skeleton import copy_module_shell, meta_skeleton
@@ -86,7 +86,12 @@ class ModelComponents:
             rest = {name: tensor for name, tensor in saved_tensors(root).items() if id(tensor) not in inside}
             if rest:
                 components.append(Component.of(paths.state / WRAPPER, rest))
-        return cls(components, SidecarFiles.of(paths.model, base, layout.regions, folder_of(inner)))
+        sidecars = SidecarFiles.of(paths.model, base, layout.regions, folder_of(inner))
+        if base is not inner:
+            wrapper, configurations = paths.state / WRAPPER, adapter_configurations(inner)
+            folders = {adapter_folder(name, wrapper): each for name, each in configurations.items()}
+            sidecars = replace(sidecars, adapter_configurations=folders)
+        return cls(components, sidecars)
 
 
 def adapter_components(
@@ -125,6 +130,8 @@ class SidecarFiles:
     source: Path | None = None
     """Folder to copy the tokenizer files from if no tokenizer is given."""
     adapters: AdapterFiles | None = None
+    adapter_configurations: Mapping[Path, Any] = field(default_factory=dict)
+    """peft's configurations of the adapters in ``wrapper/``, by folder: an export that merges them needs these."""
     further: FolderContent | None = None
     """Files of the layout."""
     also_in: Path | None = None
@@ -157,6 +164,8 @@ class SidecarFiles:
         if self.adapters is not None:
             for adapter in self.adapters.regions:
                 self.adapters.write_configuration(adapter, self.adapters.adapter_folder(adapter, self.folder))
+        for folder, configuration in self.adapter_configurations.items():
+            configuration.save_pretrained(folder)
         if self.further is not None:  # may replace the configuration that was written above
             self.further.write(self.folder)
         self._write_tokenizer(tokenizer)

@@ -53,6 +53,7 @@ from fsdp2_strategy.distributed.torch_internals import local_of
 from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.conversions import renames
 from fsdp2_strategy.hf.copy_folder import new_folder, sidecars_in
+from fsdp2_strategy.hf.known_models import check_configuration
 from fsdp2_strategy.hf.transformers_models import outermost_models
 from fsdp2_strategy.model.failed_loads import unusable_unless_done
 from fsdp2_strategy.model.gradients import clear_gradients
@@ -222,6 +223,8 @@ def export_foreign(foreign: Foreign, output: Path, dtype: torch.dtype | None, si
             f"cannot export {foreign.path}: it contains no tensors, expected those of a model. Export another "
             "checkpoint."
         )
+    if sidecar_folder is not None:
+        check_configuration(sidecar_folder, stored.described, str(foreign.path))
     with new_folder(output, stored.described, dtype) as folder:
         batch: dict[str, torch.Tensor] = {}
         last = list(stored.described)[-1]
