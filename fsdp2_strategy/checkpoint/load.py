@@ -33,7 +33,9 @@ from fsdp2_strategy.checkpoint.data_position import (
 from fsdp2_strategy.checkpoint.different_steps import record_resume
 from fsdp2_strategy.checkpoint.directory import recover
 from fsdp2_strategy.checkpoint.file_schemas import RANK_FILE_BYTES
-from fsdp2_strategy.checkpoint.foreign_formats import Foreign, find_foreign, is_foreign, load_foreign
+from fsdp2_strategy.checkpoint.foreign.contents import read_contents
+from fsdp2_strategy.checkpoint.foreign.load import load_foreign
+from fsdp2_strategy.checkpoint.foreign.recognise import Foreign, describe_contents, newest_in
 from fsdp2_strategy.checkpoint.gc_pause import gc_paused
 from fsdp2_strategy.checkpoint.listing import (
     REPLACED,
@@ -155,7 +157,8 @@ def load_checkpoint(
         verify: verify the checksums of the tensors; those of headers and small files are always verified.
         fallback: if the checkpoint is corrupted, log a warning, and load the newest intact checkpoint that is older.
             This needs a directory of checkpoints as ``load_dir``, or the link ``last``.
-        trust: allow checkpoints of other systems (``.distcp``, ``.pt`` and ``.bin``), whose pickles can run code.
+        trust: allow checkpoints of other systems whose pickles can run code; docs/checkpoints.md lists the kinds, and
+            which parts of each are restored.
         must_restore: raise if the checkpoint has the state of these, and the object is None. By default, state without
             an object is ignored.
         load_learning_rates: restore the learning rates with the optimizer's other hyper-parameters; if False, keep
@@ -164,7 +167,8 @@ def load_checkpoint(
             that it signed. Only rank 0 reads the key; see `read_key` and [Note: signature] in `signature`.
 
     Returns:
-        A report of the load; None if the directory is missing, or if it has no checkpoint and ``tag`` is None.
+        A report of the load; None if the directory is missing, or if ``tag`` is None and nothing in the directory is a
+        checkpoint or looks like weights.
 
     Raises:
         CheckpointError: on every rank: the tag does not exist, names or shapes differ, the checkpoint has other models,
@@ -288,20 +292,24 @@ def _load_foreign(request: _LoadRequest, foreign: Foreign) -> LoadedCheckpoint:
         load_model=request.load_model,
         strict=request.strict,
         must_restore=own.must_restore,
+        load_learning_rates=request.load_learning_rates,
     )
 
 
 @collective
-def foreign_training_state(load_dir: str | Path, tag: str | None = None) -> list[str] | None:
-    """Return which of "optimizer" and "scheduler" another system's checkpoint has, without reading pickles; collective.
+def foreign_training_state(load_dir: str | Path, tag: str | None = None, *, trust: bool) -> list[str] | None:
+    """Return which of "optimizer" and "scheduler" another system's checkpoint has; collective.
 
-    None if a load with these arguments would find no checkpoint of another system.
+    None if a load with these arguments would find no checkpoint of another system; empty without ``trust``, because
+    only pickles can tell.
     """
     load_dir = as_path(load_dir, "load")
+    state: list[str] | None = None
     with all_or_none(f"find a checkpoint in {load_dir}", CheckpointError):
-        foreign = _find(load_dir, tag, fallback=False, trust=True)[1] if is_rank_0() else None
-    state: list[str] | None = from_rank_0(foreign.training_state if foreign else None)
-    return state
+        if is_rank_0() and (foreign := _find(load_dir, tag, fallback=False, trust=True)[1]):
+            state = read_contents(foreign).training_state if trust else []
+    shared: list[str] | None = from_rank_0(state)
+    return shared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -579,9 +587,16 @@ def _find(load_dir: Path, tag: str | None, *, fallback: bool, trust: bool) -> tu
         raise DamageError(f"cannot load {load_dir}: {problem_of(load_dir)}. Load another checkpoint.")
     if exists(load_dir) and (paths := _committed(load_dir, tag, fallback=fallback)):
         return paths, None
-    foreign = find_foreign(foreign_path, trust=trust)
-    if foreign is None:
+    foreign = newest_in(foreign_path)
+    if foreign is None or foreign.is_hugging_face:  # it may be the folder of the model in one of our checkpoints
         _check_nearby(load_dir)
+    if foreign is None and tag is None and (content := describe_contents(load_dir)):
+        raise CheckpointError(f"no checkpoint to load: {content}")
+    if foreign is not None and foreign.needs_trust and not trust:
+        raise CheckpointError(
+            f"cannot load {foreign.path}: it is {foreign.kind}, and it contains pickles, which can run any code when "
+            "they are read, expected permission to read them. Pass trust=True if you trust its source."
+        )
     return [], foreign
 
 
@@ -627,7 +642,7 @@ def _committed(load_dir: Path, tag: str | None, *, fallback: bool) -> list[Path]
         tag = target if target in tags else tag
     if tag in tags:
         committed = committed[tags.index(tag) :]
-    elif tag is not None and is_foreign(load_dir / tag):
+    elif tag is not None and newest_in(load_dir / tag):
         return []
     elif tag is not None:
         path = load_dir / tag
@@ -649,7 +664,7 @@ def _check_unreadable(load_dir: Path, committed: Sequence[Checkpoint], *, fallba
     """
     latest = latest_tag(load_dir)
     for path in without_manifest(load_dir):
-        if is_foreign(path) and not is_checkpoint(path):
+        if _is_foreign(path) and not is_checkpoint(path):
             continue
         text = f"cannot load {path}: {problem_of(path)}."
         is_last_step = latest is None and lacks_training_state(path)
@@ -658,6 +673,12 @@ def _check_unreadable(load_dir: Path, committed: Sequence[Checkpoint], *, fallba
             other = "Pass fallback=True to load an older checkpoint" if committed else "There is no older checkpoint"
             raise DamageError(f"{text} {other}, or delete this one.")
         log("%s It is ignored.", text, level=logging.WARNING)
+
+
+def _is_foreign(path: Path) -> bool:
+    """Return whether a directory without a manifest is the checkpoint of another system, with more than weights."""
+    found = newest_in(path)
+    return found is not None and not found.is_hugging_face
 
 
 def _other_tags(paths: Sequence[Path]) -> list[str]:

@@ -9,7 +9,8 @@ import argparse
 
 import torch
 
-from fsdp2_strategy.checkpoint.foreign_formats import export_foreign, find_foreign
+from fsdp2_strategy.checkpoint.foreign.export import export_foreign
+from fsdp2_strategy.checkpoint.foreign.recognise import newest_in
 from fsdp2_strategy.checkpoint.listing import checkpoints_with_manifest, describe_missing, is_checkpoint, models_in
 from fsdp2_strategy.checkpoint.merged_export import export_merged
 from fsdp2_strategy.checkpoint.paths import TRAINABLE, WRAPPER, CheckpointPaths
@@ -58,9 +59,14 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
                 f"cannot export {parsed.path}: it has no checkpoint of this package, expected one that the key of "
                 "--key-file signed. Omit --key-file."
             )
-        foreign = find_foreign(parsed.path if parsed.tag is None else parsed.path / parsed.tag, trust=parsed.trust)
+        foreign = newest_in(parsed.path if parsed.tag is None else parsed.path / parsed.tag)
         if foreign is None:
             raise CheckpointError(f"no checkpoint to export: {describe_missing(parsed.path)}")
+        if foreign.needs_trust and not parsed.trust:
+            raise CheckpointError(
+                f"cannot export {foreign.path}: it is {foreign.kind}, and it contains pickles, which can run any code "
+                "when they are read, expected permission to read them. Pass --trust if you trust its source."
+            )
         path = foreign.path
         export_foreign(foreign, parsed.output, dtype, parsed.sidecars)
     output.values.append({"path": str(path), "output": str(parsed.output), "dtype": dtype and dtype_text(dtype)})

@@ -304,7 +304,7 @@ class LightRFTStrategy(FSDPV2Strategy):
                 `FSDPV2Strategy.load_ckpt`.
         """
         trust = keywords.pop("trust", self.trust_checkpoints)
-        saved = foreign_training_state(load_dir, keywords.get("tag"))
+        saved = foreign_training_state(load_dir, keywords.get("tag"), trust=trust)
         if saved is not None and not trust:
             raise CheckpointError(
                 f"cannot load from {load_dir}: another system wrote the checkpoint, and it contains pickles, which can "
