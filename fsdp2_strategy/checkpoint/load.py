@@ -80,6 +80,7 @@ from fsdp2_strategy.checkpoint.training_state import (
     check_optimizer,
     check_restored,
     check_scheduler,
+    has_position_only,
     require_saved,
     restore_optimizer,
     restore_scheduler,
@@ -548,7 +549,8 @@ def _plan(own: _ModelRequest, request: _LoadRequest, paths: CheckpointPaths, sta
     """Compare a checkpoint with the objects to restore, and allocate optimizer state; reads only headers."""
     root = unwrap_and_reshard(own.model)
     given = {"optimizer": own.optimizer, "scheduler": own.scheduler}
-    check_restored(own.must_restore, given, [name for name in given if state[name] is not None], paths.root)
+    saved = [name for name in given if state[name] is not None and not has_position_only(state[name])]
+    check_restored(own.must_restore, given, saved, paths.root)
     targets: list[tuple[str, Region, torch.Tensor]] = []
     report = LoadReport()
     optimizer_state: dict[str, dict[str, torch.Tensor]] = {}

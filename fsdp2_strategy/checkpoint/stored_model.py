@@ -24,7 +24,7 @@ from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.known_models import build_known
 from fsdp2_strategy.hf.load_plan import match_tensors
 from fsdp2_strategy.hf.mismatches import CHECKPOINT
-from fsdp2_strategy.hf.weights_folder import open_folder
+from fsdp2_strategy.hf.weights_folder import has_root_names, open_folder
 from fsdp2_strategy.storage.regions import Region, sources_of
 from fsdp2_strategy.storage.safetensors_format import Entry
 from fsdp2_strategy.storage.verified_read import Reader, ReadRequest
@@ -57,6 +57,8 @@ def stored_model(paths: CheckpointPaths, optimized: Collection[str] = ()) -> Sto
     """
     if (paths.state / TRAINABLE).is_dir():
         return StoredModel(_as_regions(stored_in(paths.state / TRAINABLE, paths)), is_partial=True)
+    if has_root_names(paths.weights):
+        return StoredModel(_as_regions(stored_in(paths.weights, paths)))
     inner = _inner_regions(paths)
     added = stored_in(paths.state / WRAPPER, paths)
     if paths.is_lerobot or not (added or optimized):

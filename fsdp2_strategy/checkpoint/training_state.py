@@ -38,8 +38,11 @@ from fsdp2_strategy.storage.json_values import as_json_values, from_json_values
 
 _T = TypeVar("_T")
 
+POSITION = "last_epoch"
+"""The only entry of a saved schedule of which only the position is known: a load advances the schedule to it."""
+
 # Keys of parameter groups that are not saved: they depend on how a run builds the optimizer and chooses its kernels.
-_IMPLEMENTATION = {"params", "name", "foreach", "fused", "capturable", "differentiable"}
+IMPLEMENTATION = {"params", "name", "foreach", "fused", "capturable", "differentiable"}
 
 
 # Keys of parameter groups that schedules set, besides the betas or the momentum of those that cycle them.
@@ -128,7 +131,7 @@ def optimizer_hyper(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     of_parameter: dict[str, int] = {}
     names = _names_by_identity(model)
     for group in optimizer.param_groups:
-        own = {key: as_json_values(value) for key, value in group.items() if key not in _IMPLEMENTATION}
+        own = {key: as_json_values(value) for key, value in group.items() if key not in IMPLEMENTATION}
         if own not in settings:
             settings.append(own)
         index = settings.index(own)
@@ -149,7 +152,9 @@ def optimizer_hyper(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 def check_optimizer(model: nn.Module, optimizer: Optimizer, hyper: Mapping[str, Any], *, strict: bool) -> None:
     """Raise if an optimizer has another class than the saved one, or with ``strict`` further parameters."""
     own = _class_of(optimizer)
-    if own != hyper["class"]:
+    if not hyper["class"]:
+        _check_kind(optimizer, hyper["settings"])
+    elif own != hyper["class"]:
         raise CheckpointError(
             f"cannot load the optimizer: the checkpoint holds the state of {hyper['class']}, expected that of {own}. "
             f"Use the same class, or pass {NO_OPTIMIZER}."
@@ -165,6 +170,17 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer, hyper: Mapping[str, 
         )
 
 
+def _check_kind(optimizer: Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
+    """Raise if saved hyper-parameters are those of another family of optimizers; for a checkpoint without the class."""
+    for key in ("betas", "momentum"):
+        is_own = any(key in group for group in optimizer.param_groups)
+        if any(bool(saved) and (key in saved) != is_own for saved in settings):
+            raise CheckpointError(
+                f"cannot load the optimizer: the saved groups have {some(sorted(settings[0]), 'setting')}, expected "
+                f"those of {type(optimizer).__name__}. Use the class that was saved, or pass {NO_OPTIMIZER}."
+            )
+
+
 def schedule_state(scheduler: LRScheduler) -> dict[str, Any]:
     """Return the state of a schedule as JSON values, or raise if it has others."""
     state: dict[str, Any] = as_json_values(scheduler.state_dict())
@@ -174,6 +190,8 @@ def schedule_state(scheduler: LRScheduler) -> dict[str, Any]:
 
 def check_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
     """Raise if an entry of a saved state has another type than in the schedule, or would replace a method."""
+    if has_position_only(state):
+        return
     saved, own = from_json_values(dict(state)), scheduler.state_dict()
     for key, value in saved.items():
         is_method = key == "optimizer" or callable(getattr(type(scheduler), key, None))
@@ -183,6 +201,11 @@ def check_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
                 f"cannot load the scheduler: its saved state has {shown(key)} = {shown(value)}, expected {expected} "
                 f"for {type(scheduler).__name__}. Use the schedule of the saved run, or pass {NO_SCHEDULER}."
             )
+
+
+def has_position_only(state: Mapping[str, Any]) -> bool:
+    """Return whether a saved schedule is only the number of steps, as in converted checkpoints."""
+    return state.keys() == {POSITION}
 
 
 def _is_same_kind(saved: Any, own: Any) -> bool:
@@ -207,6 +230,12 @@ def restore_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
 
     If the number of groups has changed, the learning rates are taken from the groups that the optimizer has now.
     """
+    if has_position_only(state):
+        # Many schedules compute a rate from the last one, and the optimizer's load has replaced that.
+        for group, lr in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+            _set(group, "lr", lr)
+        advance_scheduler(scheduler, state[POSITION])
+        return
     groups = scheduler.optimizer.param_groups
     own: dict[str, Any] = from_json_values(dict(state))
     if any(len(own.get(key, groups)) != len(groups) for key in ("base_lrs", "_last_lr", "lr_lambdas")):

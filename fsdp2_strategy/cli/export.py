@@ -10,12 +10,12 @@ import argparse
 import torch
 
 from fsdp2_strategy.checkpoint.foreign.export import export_foreign
-from fsdp2_strategy.checkpoint.foreign.recognise import newest_in
-from fsdp2_strategy.checkpoint.listing import checkpoints_with_manifest, describe_missing, is_checkpoint, models_in
+from fsdp2_strategy.checkpoint.listing import checkpoints_with_manifest, is_checkpoint, models_in
 from fsdp2_strategy.checkpoint.merged_export import export_merged
 from fsdp2_strategy.checkpoint.paths import TRAINABLE, WRAPPER, CheckpointPaths
 from fsdp2_strategy.checkpoint.reader import Opened, opened_with_headers
 from fsdp2_strategy.checkpoint.storage import stored_in
+from fsdp2_strategy.cli.foreign import newest_foreign
 from fsdp2_strategy.cli.found import key_of, newest_at
 from fsdp2_strategy.cli.output import Output
 from fsdp2_strategy.distributed.log import show_log
@@ -59,14 +59,7 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
                 f"cannot export {parsed.path}: it has no checkpoint of this package, expected one that the key of "
                 "--key-file signed. Omit --key-file."
             )
-        foreign = newest_in(parsed.path if parsed.tag is None else parsed.path / parsed.tag)
-        if foreign is None:
-            raise CheckpointError(f"no checkpoint to export: {describe_missing(parsed.path)}")
-        if foreign.needs_trust and not parsed.trust:
-            raise CheckpointError(
-                f"cannot export {foreign.path}: it is {foreign.kind}, and it contains pickles, which can run any code "
-                "when they are read, expected permission to read them. Pass --trust if you trust its source."
-            )
+        foreign = newest_foreign(parsed.path, parsed.tag, "export", trust=parsed.trust)
         path = foreign.path
         export_foreign(foreign, parsed.output, dtype, parsed.sidecars)
     output.values.append({"path": str(path), "output": str(parsed.output), "dtype": dtype and dtype_text(dtype)})

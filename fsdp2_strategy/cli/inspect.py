@@ -20,14 +20,15 @@ from fsdp2_strategy.checkpoint.paths import EMA, OPTIMIZER, CheckpointPaths
 from fsdp2_strategy.checkpoint.reader import Opened, opened_with_headers
 from fsdp2_strategy.checkpoint.storage import stored_in
 from fsdp2_strategy.cli.found import components_in, key_of, read_newest
-from fsdp2_strategy.cli.output import Output, time_text
+from fsdp2_strategy.cli.inspect_foreign import inspect_foreign, is_of_another_system
+from fsdp2_strategy.cli.output import Output, line_of, time_text
 from fsdp2_strategy.errors import counted, dtype_text, size_text
 from fsdp2_strategy.storage.safetensors_format import Entry
 
 _LAYOUTS = {"own": "fsdp2_strategy", "lerobot": "LeRobot", "trainer": "transformers Trainer"}
 _OWN = "fsdp2_strategy"
 _IN_SUMMARY = {
-    *("path", "written_by", "step", "saved", "ranks", "shard_size"),
+    *("path", "written_by", "converted_from", "step", "saved", "ranks", "shard_size"),
     *("tensor_count", "parameters", "bytes_by_dtype", "components"),
 }
 """Facts that the first lines of the text contain."""
@@ -35,9 +36,11 @@ _IN_SUMMARY = {
 
 def run(parsed: argparse.Namespace, output: Output) -> int:
     """Print the content of a checkpoint, or of the newest in a directory, from headers and small files; return 0."""
+    if is_of_another_system(parsed.path):
+        return inspect_foreign(parsed, output)
     read = partial(_read, key=key_of(parsed.key_file))
     opened, state, components = read_newest(parsed.path, parsed.tag, read)
-    facts = _facts(opened.paths.root, opened.manifest, state) | count(components)
+    facts = _facts(opened.paths.root, opened.manifest, state) | _count(components)
     if models := models_in(opened.manifest):
         facts["models"] = {name: _of_model(opened, name) for name in models}
     facts["components"] = {name: _totals(entries) for name, entries in components.items()}
@@ -52,7 +55,7 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
     return 0
 
 
-def count(components: Mapping[str, Mapping[str, Entry]]) -> dict[str, Any]:
+def _count(components: Mapping[str, Mapping[str, Entry]]) -> dict[str, Any]:
     """Return the number of tensors and parameters of a checkpoint, and its bytes by dtype; buffers are parameters."""
     nbytes: Counter[str] = Counter()
     for entry in (entry for entries in components.values() for entry in entries.values()):
@@ -67,7 +70,8 @@ def count(components: Mapping[str, Mapping[str, Entry]]) -> dict[str, Any]:
 
 def _print_summary(facts: Mapping[str, Any], output: Output) -> None:
     output.line(facts["path"])
-    output.line(line_of("written by", facts["written_by"]))
+    source = f", converted from {facts['converted_from']}" if facts["converted_from"] else ""
+    output.line(line_of("written by", facts["written_by"] + source))
     shards = f", each parameter split over {facts['shard_size']}" if facts["shard_size"] else ""
     output.line(
         line_of("step", f"{facts['step']}, saved {facts['saved']} on {counted(facts['ranks'], 'rank')}{shards}")
@@ -90,11 +94,6 @@ def _print_details(facts: Mapping[str, Any], output: Output) -> None:
                     output.line(f"  {model} {fact.replace('_', ' '):<14} {_text(its_value)}")
         elif name not in _IN_SUMMARY:
             output.line(line_of(name.replace("_", " "), _text(value)))
-
-
-def line_of(name: str, text: str) -> str:
-    """Return a line of the summary: a name and its value."""
-    return f"{name:<16} {text}"
 
 
 def _read(path: Path, key: bytes | None) -> tuple[Opened, dict[str, Any], dict[str, dict[str, Entry]]]:
@@ -126,7 +125,8 @@ def _facts(path: Path, manifest: Mapping[str, Any], state: Mapping[str, Any]) ->
     versions = state.get("versions") or {}
     return {
         "path": str(path),
-        "written_by": f"{_OWN} {versions[_OWN]}" if _OWN in versions else _OWN,
+        "written_by": " ".join([_OWN, *filter(None, [versions.get(_OWN)])]),
+        "converted_from": state.get("converted_from"),
         "saved": time_text(CheckpointPaths.found_in(path).manifest.stat().st_mtime),
         "step": checkpoint.step,
         "sequence": checkpoint.sequence,

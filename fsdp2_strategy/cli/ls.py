@@ -1,6 +1,7 @@
 """List the checkpoints of a directory, the command ``ls``; this module does not import torch.
 
-Input: a directory. Output: one line for each checkpoint, with the reason if it is unusable.
+Input: a directory. Output: one line for each checkpoint, with the reason if it is unusable, or with the command that
+converts it if another system wrote it.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ from typing import Any
 
 from fsdp2_strategy.checkpoint.listing import Checkpoint
 from fsdp2_strategy.checkpoint.paths import TRAINABLE, CheckpointPaths, exists, is_directory
+from fsdp2_strategy.cli.foreign import facts_of, foreign_at, line_for
 from fsdp2_strategy.cli.found import checkpoints_at, extra_in, extra_text
 from fsdp2_strategy.cli.output import Output, time_text
 from fsdp2_strategy.errors import size_text
 
 
 def run(parsed: argparse.Namespace, output: Output) -> int:
-    """Print the checkpoints of a directory, one per line; return 1 if one is unusable, else 0."""
+    """Print the checkpoints of a directory, one per line, then those of other systems; return 1 if one is unusable."""
     status = 0
-    for path, checkpoint, problem in checkpoints_at(parsed.path, parsed.key_file):
+    others = foreign_at(parsed.path)
+    for path, checkpoint, problem in checkpoints_at(parsed.path, parsed.key_file, may_be_empty=bool(others)):
         saved = _saved(path)
         if saved is None and not exists(path):
             continue  # a run has deleted it meanwhile
@@ -30,6 +33,10 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
         else:
             output.line(_line(checkpoint, problem, saved or 0) + extra_text(extra), is_problem=bool(problem))
         status |= bool(problem)
+    for foreign in others:
+        facts = facts_of(foreign)
+        output.values.append(facts)
+        output.line(line_for(facts))
     return status
 
 

@@ -56,6 +56,11 @@ def printable(text: str) -> str:
     return _encodable("".join(c if c.isprintable() or c in " \t\n" else repr(c)[1:-1] for c in text))
 
 
+def line_of(name: str, text: str) -> str:
+    """Return a line of a summary: a name and its value."""
+    return f"{name:<16} {text}"
+
+
 def time_text(seconds: float, form: str = "%Y-%m-%d %H:%M") -> str:
     """Return a local time as text; "unknown" after the year 9999."""
     try:
