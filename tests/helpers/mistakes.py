@@ -1508,6 +1508,57 @@ def another_optimizer(folder):
 
 
 @mistake(
+    "expected one that also has the optimizer",
+    CheckpointError,
+    "It has weights only: pass `load_optimizer_states=False`.",
+)
+def a_folder_of_weights(folder):
+    on_rank_0(lambda: build("llama").save_pretrained(folder / "hub"))
+    model, *_ = prepared(strategy := strategy_for())
+    strategy.load_ckpt(model, folder / "hub")
+
+
+@mistake(
+    "can be in more than one of them",
+    CheckpointError,
+    "Create the optimizer with the groups of the saved program; or save by name with `get_optimizer_state_dict`.",
+)
+def numbers_of_parameters_in_unknown_groups(folder):
+    theirs = torch.nn.ModuleDict({name: torch.nn.LayerNorm(4) for name in ("first", "last")})
+    named = list(theirs.named_parameters())
+    optimizer = torch.optim.AdamW([{"params": [p for _, p in named[:2]]}, {"params": [p for _, p in named[2:]]}])
+    sum(p.sum() for p in theirs.parameters()).backward()
+    optimizer.step()
+    state = {"model": theirs.state_dict(), "optimizer": optimizer.state_dict()}
+    on_rank_0(lambda: torch.save(state, folder / "model.pt"))
+    strategy = strategy_for()
+    model = strategy.prepare_model(theirs, is_training=True)
+    strategy.load_ckpt(model, folder / "model.pt", trust=True, optimizer=strategy.create_optimizer(model, lr=0.1))
+
+
+@mistake(
+    "it has FSDP1's flattened parameters",
+    CheckpointError,
+    "Save it again with `SHARDED_STATE_DICT` in the old program.",
+)
+def flattened_parameters(folder):
+    on_rank_0(lambda: torch.save({"_flat_param": torch.zeros(8)}, folder / "model.pt"))
+    model, *_ = prepared(strategy := strategy_for())
+    strategy.load_ckpt(model, folder / "model.pt", trust=True, load_module_only=True)
+
+
+@mistake(
+    "holds files that look like weights",
+    CheckpointError,
+    "Pass the file or folder to load, or an empty directory.",
+)
+def a_directory_with_unknown_weights(folder):
+    on_rank_0((folder / "model.gguf").touch)
+    model, *_ = prepared(strategy := strategy_for())
+    strategy.load_ckpt(model, folder)
+
+
+@mistake(
     "Pass trust=True if you trust its source",
     CheckpointError,
     "It has pickles of another system. With LightRFT's script: `get_strategy(args, trust_checkpoints=True)`.",

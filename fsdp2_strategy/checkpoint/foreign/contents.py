@@ -215,9 +215,9 @@ def _nested_optimizer(state: Any, groups: Any) -> StoredOptimizer:
     by_id: dict[int, str] = {}
     for group in listed:
         params = [_as_id(param) for param in _items(group.get("params", ()))]
-        names = [clean_name(str(name)) for name in _items(group.get("param_names", ()))]
+        names: list[str | int] = [clean_name(str(name)) for name in _items(group.get("param_names", ()))]
         if names and all(isinstance(param, int) for param in params):
-            by_id |= dict(zip(params, names, strict=True))
+            by_id |= {param: str(name) for param, name in zip(params, names, strict=True) if isinstance(param, int)}
             params = names
         settings = {k: plain(v) for k, v in group.items() if k not in ("params", "param_names")}
         found.append(StoredGroup(tuple(clean_name(p) if isinstance(p, str) else p for p in params), settings))
@@ -358,8 +358,9 @@ def _find_weights(tree: Tree, wanted: set[str], *, is_lightning: bool) -> tuple[
     regular = {p: t for p, t in found.items() if not any(_AVERAGES.search(str(key)) for key in p[:-1])} or found
     dotted = {path: clean_name(".".join(map(str, path))) for path in regular}
     prefix = prefix_of(dotted.values(), wanted, preferred=_preferred_path(tree)) if wanted else ""
-    hits = [p for p, name in dotted.items() if name.startswith(prefix) and name.removeprefix(prefix) in wanted]
-    if hits:
+    below = [path for path, name in dotted.items() if name.startswith(prefix)]
+    hits = [path for path in below if dotted[path].removeprefix(prefix) in wanted]
+    if 2 * len(hits) >= min(len(below), len(wanted)) > 0:  # else it is another model
         parents = {path[:-1] for path in hits}
     else:
         parent = _preferred_path(tree)

@@ -76,7 +76,8 @@ def load_foreign(
         own = saved_tensors(root)
         contents, old_names = _read(root, foreign, own)
         check_restored(must_restore, {"optimizer": optimizer, "scheduler": scheduler}, contents.training_state, path)
-        is_folder = contents.has_safetensors  # with the names of files, which the loader of such folders converts
+        # The loader of Hugging Face folders converts the names and the layout of files.
+        is_folder = contents.has_safetensors and not own.keys() <= contents.weights.keys()
         tensors, report = _match_model(root, contents, strict=strict) if load_model and not is_folder else ({}, {})
         restored = None
         if optimizer is not None:
@@ -108,7 +109,7 @@ def load_foreign(
             if load_model:
                 refresh_masters_of(root)  # foreign checkpoints hold no master weights
             if scheduler is not None:
-                _restore_schedule(scheduler, contents)
+                _restore_schedule(scheduler, contents, has_new_rates=restored is not None)
     if contents.others:
         log("%s also has %s, which are not loaded", path, some(contents.others, "entry"))
     log("loaded %s, %s: %s", path, foreign.kind, contents.describe())
@@ -147,6 +148,12 @@ def _match_model(
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return the model's tensors whose names are stored, and fields of the `LoadedCheckpoint`."""
     tensors = saved_tensors(root)
+    if flat := [name for name in contents.weights if name.endswith("_flat_param")]:
+        raise CheckpointError(
+            f"cannot load {contents.foreign.path}: it has FSDP1's flattened parameters ({some(flat)}), which only the "
+            "same model on the same number of ranks can read, expected parameters. Load it in the old program, and "
+            "save with StateDictType.SHARDED_STATE_DICT."
+        )
     known = {clean(name) for name in root.state_dict()}
     missing = tuple(name for name in tensors if name not in contents.weights)
     unexpected = tuple(name for name in contents.weights if name not in known)
@@ -260,13 +267,23 @@ def _settings(root: nn.Module, stored: StoredOptimizer, optimizer: Optimizer, pa
     return settings_by_group(root, optimizer, {"settings": settings, "of_parameter": of_parameter})
 
 
-def _restore_schedule(scheduler: LRScheduler, contents: Contents) -> None:
-    """Restore a schedule, or advance it to the saved position if the saved state is of another kind."""
+def _restore_schedule(scheduler: LRScheduler, contents: Contents, *, has_new_rates: bool) -> None:
+    """Restore a schedule, or advance it to the saved position if the saved state is of another kind.
+
+    Args:
+        scheduler: the schedule.
+        contents: the checkpoint.
+        has_new_rates: whether the learning rates of the optimizer's groups were restored.
+    """
     saved = contents.schedule
     position = contents.position
     own = scheduler.state_dict()
     is_same = saved is not None and own.keys() - _SCHEDULE_FLAGS <= saved.keys() and position == saved["last_epoch"]
+    groups = scheduler.optimizer.param_groups
+    has_rates = has_new_rates and all("initial_lr" in group for group in groups)
     if saved is None or not is_same:
+        if has_rates:
+            _set_base_lrs(scheduler, [float(group["initial_lr"]) for group in groups])
         advance_scheduler(scheduler, position)
         return
     state = {key: value for key, value in saved.items() if key in own}
@@ -274,8 +291,7 @@ def _restore_schedule(scheduler: LRScheduler, contents: Contents) -> None:
         lambdas = state.get("lr_lambdas")
         is_plain = isinstance(lambdas, list) and all(each is None or isinstance(each, Mapping) for each in lambdas)
         state["lr_lambdas"] = lambdas if is_plain else [None] * len(own["lr_lambdas"])
-    groups = scheduler.optimizer.param_groups
-    if contents.optimizer is not None and all("initial_lr" in group for group in groups):
+    if has_rates:
         # By parameter, where the groups may have another order.
         state["base_lrs"] = [float(group["initial_lr"]) for group in groups]
         state["_last_lr"] = [float(group["lr"]) for group in groups]
@@ -286,3 +302,11 @@ def _restore_schedule(scheduler: LRScheduler, contents: Contents) -> None:
                 f". Use the schedule of the saved run, or pass {NO_SCHEDULER}."
             )
     restore_scheduler(scheduler, state)
+
+
+def _set_base_lrs(scheduler: LRScheduler, rates: list[float]) -> None:
+    """Set the learning rates that a schedule multiplies, also in the schedules that it consists of."""
+    if hasattr(scheduler, "base_lrs"):
+        scheduler.base_lrs = list(rates)
+    for inner in vars(scheduler).get("_schedulers", ()):
+        _set_base_lrs(inner, rates)

@@ -60,6 +60,7 @@ _TRAINER_STEP = re.compile(r"^checkpoint-(\d+)$")
 _RANK_FILE = re.compile(
     r"(?P<before>.*?)(?:(?:local_)?rank[_-]?|(?<=trainer_))(?P<rank>\d+)(?P<after>.*)\.(?:pt|pth|bin|ckpt)"
 )
+_NO_RANK_FILE = re.compile(r"rng|random|data|mp_rank|.*zero_pp_rank|events")
 _VERL_FILE = re.compile(r"(model|optim|extra_state)_world_size_(\d+)_rank_(\d+)\.pt")
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 _RUN_FILE = re.compile(r"(ckpt|checkpoint|model|weights|step|epoch|iter|last|latest|final|state)", re.IGNORECASE)
@@ -272,7 +273,7 @@ def _dcp(path: Path, names: set[str]) -> Foreign | None:
             sources.append(Source("", "pickle", (path / "meta.pt",)))
         elif path.name == "trainer" and re.fullmatch(r"step_\d+", path.parent.name):
             kind = PRIME_RL
-        sources += _beside_dcp(path, names)
+        sources += _sidecars_of_dcp(path, names)
         step = _step_of(path)
         return Foreign(kind, path, tuple(sources), _step_of(path.parent) if step is None else step)
     if "trainer" in names and exists(path / "trainer" / DCP_METADATA):
@@ -281,10 +282,10 @@ def _dcp(path: Path, names: set[str]) -> Foreign | None:
     if model is None:
         return None
     optimizer = _first(path, "optimizer", folders=["optimizer", "optim", "optim_states", "optimizer_state"])
-    return Foreign(DCP, path, tuple(s for s in (model, optimizer, *_beside_dcp(path, names)) if s), _step_of(path))
+    return Foreign(DCP, path, tuple(s for s in (model, optimizer, *_sidecars_of_dcp(path, names)) if s), _step_of(path))
 
 
-def _beside_dcp(path: Path, names: set[str]) -> list[Source]:
+def _sidecars_of_dcp(path: Path, names: set[str]) -> list[Source]:
     """Return the files with the schedule and the trainer's values next to a folder of DCP."""
     client: list[Source] = [
         Source("client", "json", (path / name,))
@@ -327,7 +328,8 @@ def _one_file_per_rank(path: Path, names: set[str]) -> Foreign | None:
     of_prefix: dict[tuple[str, str], dict[int, str]] = {}
     for name in names:
         match = _RANK_FILE.fullmatch(name)
-        if match and not re.match(r"rng|random|data", name):
+        is_named = bool(_RUN_FILE.search(name) or _RUN_FILE.search(path.name) or "optim" in name)
+        if match and (is_named or name.startswith(("trainer_", "local_rank_"))) and not _NO_RANK_FILE.match(name):
             of_prefix.setdefault((match["before"], match["after"]), {})[int(match["rank"])] = name
     sources = []
     for (before, _), of_rank in sorted(of_prefix.items()):
@@ -366,7 +368,7 @@ def _files(path: Path, names: set[str]) -> Foreign | None:
         return None
     if optimizer is None and model.paths[0].name in ("model.pt", "trainer.pt", "model.pth", "model.bin"):
         model = Source("", "pickle", model.paths)  # it may hold all parts
-    rest = _beside_dcp(path, names)
+    rest = _sidecars_of_dcp(path, names)
     return Foreign(FILES, path, tuple(s for s in (model, optimizer, *rest) if s), _step_of(path))
 
 
