@@ -35,7 +35,7 @@ from fsdp2_strategy.checkpoint.listing import PARTIAL, hidden_path
 from fsdp2_strategy.checkpoint.lock import acquire, release_all
 from fsdp2_strategy.checkpoint.paths import CHECKSUMS, OPTIMIZER, RNG, TRAINER_STATE, CheckpointPaths, names_in
 from fsdp2_strategy.checkpoint.random_state import derive_seed, rng_content, seed_everything
-from fsdp2_strategy.checkpoint.training_state import IMPLEMENTATION, POSITION
+from fsdp2_strategy.checkpoint.training_state import CONVERTED_FROM, IMPLEMENTATION, POSITION
 from fsdp2_strategy.distributed.progress import Progress
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.conversions import renames
@@ -213,7 +213,7 @@ def _state(contents: Contents, hyper: dict[str, Any] | None) -> dict[str, Any]:
         "optimizer": hyper,
         "data": None,
         "versions": {"torch": torch.__version__, "fsdp2_strategy": version("fsdp2_strategy")},
-        "converted_from": contents.foreign.kind,
+        CONVERTED_FROM: contents.foreign.kind,
     }
 
 

@@ -34,7 +34,7 @@ from fsdp2_strategy.checkpoint.different_steps import record_resume
 from fsdp2_strategy.checkpoint.directory import recover
 from fsdp2_strategy.checkpoint.file_schemas import RANK_FILE_BYTES
 from fsdp2_strategy.checkpoint.foreign.contents import read_contents
-from fsdp2_strategy.checkpoint.foreign.load import load_foreign
+from fsdp2_strategy.checkpoint.foreign.load import load_foreign, restore_foreign_schedule
 from fsdp2_strategy.checkpoint.foreign.recognise import Foreign, describe_contents, newest_in
 from fsdp2_strategy.checkpoint.gc_pause import gc_paused
 from fsdp2_strategy.checkpoint.listing import (
@@ -75,6 +75,8 @@ from fsdp2_strategy.checkpoint.signature import read_key
 from fsdp2_strategy.checkpoint.storage import LoadTargets, read_all, stored_in, targets_by_name
 from fsdp2_strategy.checkpoint.trainable_only import LeftOut
 from fsdp2_strategy.checkpoint.training_state import (
+    CONVERTED_FROM,
+    POSITION,
     LoadedCheckpoint,
     allocate_optimizer_state,
     check_optimizer,
@@ -100,6 +102,7 @@ from fsdp2_strategy.model.ranks import on_model_ranks
 from fsdp2_strategy.model.weight_versions import count_change
 from fsdp2_strategy.optim.schedule import check_schedule_of
 from fsdp2_strategy.storage.file_reads import read_repeats, repeated
+from fsdp2_strategy.storage.json_values import from_json_values
 from fsdp2_strategy.storage.regions import Region, sources_of
 from fsdp2_strategy.storage.replicated_reads import divide_reads
 from fsdp2_strategy.storage.safetensors_format import read_header
@@ -490,7 +493,11 @@ def _restore_state(
             )
         elif request.load_model:
             refresh_masters_of(plan.root)
-        if own.scheduler is not None:
+        if own.scheduler is not None and of_run.get(CONVERTED_FROM):
+            saved, has_new_rates = from_json_values(state["scheduler"]), own.optimizer is not None
+            has_new_rates = has_new_rates and request.load_learning_rates
+            restore_foreign_schedule(own.scheduler, saved, saved[POSITION], has_new_rates=has_new_rates)
+        elif own.scheduler is not None:
             restore_scheduler(own.scheduler, state["scheduler"])
     if request.restores_optimizer and rng is not None:
         load_rng(rng)
@@ -572,7 +579,8 @@ def _plan(own: _ModelRequest, request: _LoadRequest, paths: CheckpointPaths, sta
         targets += targets_by_name("averages (ema)", own.ema, stored_in(paths.state / EMA, paths))
     if own.scheduler is not None:
         require_saved(state["scheduler"], "scheduler", NO_SCHEDULER, paths.root)
-        check_scheduler(own.scheduler, state["scheduler"])
+        if not state.get(CONVERTED_FROM):
+            check_scheduler(own.scheduler, state["scheduler"])
     return _LoadPlan(root, report, targets, optimizer_state, settings)
 
 

@@ -7,13 +7,12 @@ Input: an open checkpoint. Output: a folder of ``.distcp`` files with this state
 
 [Note: tensors on demand] DCP plans a save from names, shapes and dtypes, and asks its planner for the values of a
 tensor when it writes that tensor. So the state dict has tensors on meta, and the planner reads each from the checkpoint
-in turn: there are never more tensors in memory than DCP has threads.
+in turn: one is in memory at a time.
 """
 
 from __future__ import annotations
 
 import re
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -36,9 +35,6 @@ from fsdp2_strategy.storage.json_values import from_json_values
 from fsdp2_strategy.storage.regions import Region
 from fsdp2_strategy.storage.staged_folder import StagedFolder
 from fsdp2_strategy.storage.verified_read import Reader
-
-_FILES = 4
-"""Number of files, each of which one thread writes."""
 
 _IMPLEMENTATION = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
 """Settings of a group that checkpoints leave out, and that a state dict of torch's optimizers has."""
@@ -98,7 +94,8 @@ def write_dcp(opened: Opened, state: DcpState, target: Path, *, progress: bool) 
                 f"cannot write {target}: it is not empty, expected a new folder. Name another folder."
             )
         with convert_dcp_errors():
-            writer = FileSystemWriter(staged.path, thread_count=_FILES)
+            # One thread: an error in one of several would be lost, and with it the tensor.
+            writer = FileSystemWriter(staged.path, thread_count=1)
             save(state.content, storage_writer=writer, planner=_Planner(state.reads, reader), no_dist=True)
         staged.publish()
 
@@ -109,15 +106,13 @@ class _Planner(DefaultSavePlanner):
     def __init__(self, reads: Mapping[int, Callable[[Reader], torch.Tensor]], reader: Reader) -> None:
         super().__init__()
         self._reads, self._reader = reads, reader
-        self._lock = threading.Lock()  # a reader serves one thread at a time
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         """Return the values of one item."""
         if write_item.type == WriteItemType.BYTE_IO:
             return super().resolve_data(write_item)
         read = self._reads[id(self.lookup_object(write_item.index))]
-        with self._lock:
-            return read(self._reader)
+        return read(self._reader)
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:

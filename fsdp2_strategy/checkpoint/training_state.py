@@ -40,6 +40,8 @@ _T = TypeVar("_T")
 
 POSITION = "last_epoch"
 """The only entry of a saved schedule of which only the position is known: a load advances the schedule to it."""
+CONVERTED_FROM = "converted_from"
+"""The entry of a checkpoint that was converted: the kind of the source. Its schedule may be of another class."""
 
 # Keys of parameter groups that are not saved: they depend on how a run builds the optimizer and chooses its kernels.
 IMPLEMENTATION = {"params", "name", "foreach", "fused", "capturable", "differentiable"}
@@ -190,8 +192,6 @@ def schedule_state(scheduler: LRScheduler) -> dict[str, Any]:
 
 def check_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
     """Raise if an entry of a saved state has another type than in the schedule, or would replace a method."""
-    if has_position_only(state):
-        return
     saved, own = from_json_values(dict(state)), scheduler.state_dict()
     for key, value in saved.items():
         is_method = key == "optimizer" or callable(getattr(type(scheduler), key, None))
@@ -230,12 +230,6 @@ def restore_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
 
     If the number of groups has changed, the learning rates are taken from the groups that the optimizer has now.
     """
-    if has_position_only(state):
-        # Many schedules compute a rate from the last one, and the optimizer's load has replaced that.
-        for group, lr in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
-            _set(group, "lr", lr)
-        advance_scheduler(scheduler, state[POSITION])
-        return
     groups = scheduler.optimizer.param_groups
     own: dict[str, Any] = from_json_values(dict(state))
     if any(len(own.get(key, groups)) != len(groups) for key in ("base_lrs", "_last_lr", "lr_lambdas")):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +21,30 @@ from fsdp2_strategy.errors import CheckpointError, size_text
 _ENDINGS = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
 
 
-def foreign_at(path: Path) -> list[Foreign]:
-    """Return the checkpoints of other systems at a path, else those among a directory's entries, by step."""
-    if is_checkpoint(path):
-        return []
-    own = recognise(path)
-    if own is not None or not is_directory(path):
-        return [own] if own is not None else []
-    entries = [path / name for name in names_in(path) if not name.startswith(".")]
-    entries = [each for each in entries if is_directory(each) or each.suffix in _ENDINGS]
-    found = [foreign for each in entries if not is_checkpoint(each) and (foreign := recognise(each))]
-    return sorted(found, key=lambda foreign: (foreign.step, foreign.path.name))
+def foreign_at(path: Path, known: Collection[Path]) -> tuple[list[Foreign], dict[Path, str]]:
+    """Find the checkpoints of other systems at a path, else those among a directory's entries.
+
+    Returns:
+        The checkpoints, by step; and why others cannot be used, by path. Those in ``known`` are ours.
+    """
+    found: list[Foreign] = []
+    problems: dict[Path, str] = {}
+    if path in known or is_checkpoint(path):
+        return found, problems
+    entries = [path / name for name in sorted(names_in(path)) if not name.startswith(".")]
+    for each in [path, *(entry for entry in entries if is_directory(entry) or entry.suffix in _ENDINGS)]:
+        if each in known or is_checkpoint(each):
+            continue
+        try:
+            foreign = recognise(each)
+        except CheckpointError as error:
+            problems[each] = str(error)
+            continue
+        if foreign is not None:
+            found.append(foreign)
+            if each == path:
+                break
+    return sorted(found, key=lambda foreign: (foreign.step, foreign.path.name)), problems
 
 
 def newest_foreign(path: Path, tag: str | None, action: str, *, trust: bool) -> Foreign:

@@ -21,8 +21,10 @@ from fsdp2_strategy.errors import size_text
 def run(parsed: argparse.Namespace, output: Output) -> int:
     """Print the checkpoints of a directory, one per line, then those of other systems; return 1 if one is unusable."""
     status = 0
-    others = foreign_at(parsed.path)
-    for path, checkpoint, problem in checkpoints_at(parsed.path, parsed.key_file, may_be_empty=bool(others)):
+    own = checkpoints_at(parsed.path, parsed.key_file, may_be_empty=True)
+    others, problems = foreign_at(parsed.path, [path for path, _, _ in own])
+    own = own if others or problems else checkpoints_at(parsed.path, parsed.key_file)
+    for path, checkpoint, problem in own:
         saved = _saved(path)
         if saved is None and not exists(path):
             continue  # a run has deleted it meanwhile
@@ -37,7 +39,10 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
         facts = facts_of(foreign)
         output.values.append(facts)
         output.line(line_for(facts))
-    return status
+    for path, problem in problems.items():
+        output.values.append({"path": str(path), "problem": problem})
+        output.line(f"   -  {path.name:<24} UNUSABLE: {problem}", is_problem=True)
+    return status or int(bool(problems))
 
 
 def _entry(path: Path, checkpoint: Checkpoint | None, problem: str, saved: float) -> dict[str, Any]:

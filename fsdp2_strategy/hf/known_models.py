@@ -33,9 +33,10 @@ def build_known(folder: Path) -> nn.Module | None:
         return None
     import transformers  # noqa: PLC0415  slow to import
 
-    kind: Any = getattr(transformers, names[0], None)
-    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)) or "auto_map" in config:
+    found: object = getattr(transformers, names[0], None)
+    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)) or "auto_map" in config:
         return None
+    kind: Any = found
     try:
         with init_on_meta():
             model: nn.Module = kind._from_config(kind.config_class.from_dict(dict(config)))
