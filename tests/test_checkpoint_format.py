@@ -801,16 +801,16 @@ def test_checkpoints_of_other_systems_load_where_they_are_trusted(tmp_path, wrot
         assert_same(full_parameters(third), before)
         assert its_own.state
     else:
-        with pytest.raises(CheckpointError, match="was saved without it"):
+        with pytest.raises(CheckpointError, match="expected one that also has the optimizer"):
             strategy.load_ckpt(other, tmp_path, trust=True)
-    with pytest.raises(CheckpointError, match=r"lacks .* and holds"):
+    with pytest.raises(CheckpointError, match=r"its weights are .* names .*, expected 9 names"):
         strategy.load_ckpt(strategy.prepare_model(build("mlp")), tmp_path, trust=True, load_optimizer_states=False)
     schedule = torch.optim.lr_scheduler.StepLR(its_optimizer, 1)
     if not whole:
         strategy.load_ckpt(other, tmp_path, scheduler=schedule, trust=True)
         assert schedule.last_epoch == 6
     else:
-        with pytest.raises(CheckpointError, match=r"load_lr_scheduler_states=False|was saved without it"):
+        with pytest.raises(CheckpointError, match=r"expected one that also has the (schedule|optimizer)"):
             strategy.load_ckpt(other, tmp_path, scheduler=schedule, trust=True)
     train(strategy, other, its_optimizer, schedule, [1], "llama_tied")
 

@@ -37,7 +37,7 @@ CLIENT_STATE = {
     "torchtitan": {"dataloader": {"world_size": 1}, "train_state": {"step": 3, "ntokens_seen": 960}},
     "torchtitan_early": {"train_state": {"step": 3, "ntokens_seen": 960}},
     "prime_rl": {"app": {"progress": {"step": 3, "total_tokens": 960}}},
-    "prime_rl_early": {"progress": {"step": 3, "total_tokens": 960}},
+    "prime_rl_early": {"progress": {"step": 3}},
     "whole_numbered": {"step": 3, "epoch": 1},
 }
 WITHOUT_SCHEDULE = ("prime_rl_early",)

@@ -13,9 +13,9 @@ from helpers.reference import full_parameters
 from helpers.training import assert_same, prepared, strategy_for
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from fsdp2_strategy.checkpoint.foreign.contents import StoredGroup, StoredOptimizer
 from fsdp2_strategy.checkpoint.foreign.parameter_ids import OwnGroup, Parameter, name_parameters
 from fsdp2_strategy.checkpoint.foreign.recognise import describe_contents, newest_in
+from fsdp2_strategy.checkpoint.foreign.stored_optimizer import StoredGroup, StoredOptimizer
 from fsdp2_strategy.checkpoint.foreign.tensors import StoredTensor
 from fsdp2_strategy.errors import CheckpointError
 
@@ -56,7 +56,8 @@ def test_a_directory_that_holds_something_is_no_fresh_start(tmp_path):
 
 def test_what_a_run_has_before_its_first_save_is_a_fresh_start(tmp_path):
     touch(tmp_path, "metrics.jsonl", "events.out.tfevents.1", "wandb/run.log", "config.yaml", "train.bin", "README.md")
-    touch(tmp_path, "training_args.bin", "trainer_state.json", "profile/rank0.pt.trace.json", "tokenizer/vocab.json")
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 0}')
+    touch(tmp_path, "training_args.bin", "profile/rank0.pt.trace.json", "tokenizer/vocab.json")
     touch(tmp_path, "eval/results.pt", "logs/rng_state.pth", "latest")
     assert describe_contents(tmp_path) is None
     assert describe_contents(tmp_path / "missing") is None

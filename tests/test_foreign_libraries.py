@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers.foreign import SAVED, STEPS, Program, decay, loss_at, mean_loss, samples, sharded
-from helpers.models import build
+from helpers.models import build, next_token_loss
 from helpers.training import strategy_for
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -36,7 +38,8 @@ def continue_and_record(folder, program):
 
 
 def write_with_accelerate(folder):
-    fsdp_utils = pytest.importorskip("accelerate.utils.fsdp_utils")
+    from accelerate.utils import fsdp_utils  # the case is skipped without it
+
     program = Program(sharded())
     program.train(range(SAVED))
     ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -80,7 +83,10 @@ def write_with_fsdp1(folder):
         (StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig()),
         (StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()),
     ):
-        with FullyShardedDataParallel.state_dict_type(wrapped, kind, of_model, of_optimizer):
+        with (
+            warnings.catch_warnings(action="ignore"),
+            FullyShardedDataParallel.state_dict_type(wrapped, kind, of_model, of_optimizer),
+        ):
             state = {
                 "model": wrapped.state_dict(),
                 "optimizer": FullyShardedDataParallel.optim_state_dict(wrapped, program.optimizer),
@@ -105,6 +111,45 @@ def write_with_ddp(folder):
     continue_and_record(folder, program)
 
 
+class TrainState(Stateful):
+    def state_dict(self):
+        return {"step": SAVED, "ntokens_seen": 960}
+
+    def load_state_dict(self, state):
+        raise NotImplementedError
+
+
+def write_with_torchtitan(folder):
+    """With the classes of torchtitan 0.3.0; the loop is ours, because its models need an accelerator."""
+    from torchtitan.components import checkpoint, optimizer  # the case is skipped without it
+
+    program = Program(sharded())
+    options = {"lr": 1e-2, "betas": (0.8, 0.9)}
+    groups = [
+        optimizer.ParamGroupConfig(
+            pattern=pattern, optimizer_name="AdamW", optimizer_kwargs={**options, "weight_decay": weight_decay}
+        )
+        for pattern, weight_decay in (("norm", 0.0), (".*", 0.2))
+    ]
+    config = optimizer.OptimizersContainer.Config(param_groups=groups, implementation="for-loop")
+    program.optimizer = optimizer.OptimizersContainer(config, model_parts=[program.model])
+    program.scheduler = optimizer.LRSchedulersContainer(program.optimizer, decay)
+    program.train(range(SAVED))
+    manager = checkpoint.CheckpointManager(
+        checkpoint.CheckpointManager.Config(enable=True, folder="checkpoint", interval=1),
+        dataloader=None,
+        model_parts=[program.model],
+        optimizers=program.optimizer,
+        lr_schedulers=program.scheduler,
+        states={"train_state": TrainState()},
+        sd_adapter=None,
+        base_folder=str(folder),
+    )
+    manager.save(SAVED)
+    manager.close()
+    continue_and_record(folder, program)
+
+
 def resume(folder, name, schedule=None):
     strategy = strategy_for(max_norm=0.0)
     model = strategy.prepare_model(build("llama", seed=1), is_training=True)
@@ -125,7 +170,9 @@ def resume(folder, name, schedule=None):
     assert {group["weight_decay"] for group in optimizer.param_groups} == {0.2, 0.0}
 
 
+LIBRARY = {write_with_torchtitan: "torchtitan", write_with_accelerate: "accelerate"}
 WRITTEN = {
+    write_with_torchtitan: ("checkpoint", "checkpoint/step-3"),
     write_with_accelerate: ("SHARDED_True", "SHARDED_False", "FULL_True"),
     write_with_fsdp1: ("dcp", "per_rank", "full.pt"),
     write_with_ddp: ("last.pt",),
@@ -134,6 +181,7 @@ WRITTEN = {
 
 @pytest.mark.parametrize("write", WRITTEN, ids=lambda write: write.__name__.removeprefix("write_with_"))
 def test_runs_go_on_from_what_the_libraries_wrote(tmp_path, run_on, write):
+    pytest.importorskip(LIBRARY.get(write, "torch"))
     run_on(2, write, folder=tmp_path)
     for name, ranks in zip(WRITTEN[write], (3, 1, 4), strict=False):
         run_on(ranks, resume, folder=tmp_path, name=name)
@@ -170,3 +218,35 @@ def test_a_run_of_the_trainer_goes_on(tmp_path, run_on):
     Trainer(model=build("llama"), args=arguments, train_dataset=data).train()
     (tmp_path / "losses.json").write_text(json.dumps(losses[SAVED:]))
     run_on(3, resume, folder=tmp_path, name=f"checkpoint-{SAVED}", schedule="linear")
+
+
+def test_a_run_of_lightning_goes_on(tmp_path, run_on):
+    lightning = pytest.importorskip("lightning")  # 2.6.6 was tried
+    losses = []
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = build("llama")
+
+        def training_step(self, batch, _index):
+            loss = next_token_loss(self.net(input_ids=batch).logits, batch)
+            losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self):
+            program = Program(self)
+            schedule = {"scheduler": program.scheduler, "interval": "step"}
+            return {"optimizer": program.optimizer, "lr_scheduler": schedule}
+
+    batches = torch.utils.data.DataLoader(torch.cat([samples(step) for step in range(STEPS)]), batch_size=12)
+    for steps in (SAVED, STEPS):
+        options = dict.fromkeys(
+            ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+        )
+        trainer = lightning.Trainer(max_steps=steps, accelerator="cpu", devices=1, **options)
+        trainer.fit(Module(), batches)
+        if steps == SAVED:
+            trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    (tmp_path / "losses.json").write_text(json.dumps(losses[-SAVED:]))
+    run_on(3, resume, folder=tmp_path, name="saved.ckpt")

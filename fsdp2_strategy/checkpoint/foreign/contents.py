@@ -12,18 +12,24 @@ whose name says so. All else that is plain data belongs to the trainer.
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fsdp2_strategy.checkpoint.foreign.recognise import LIGHTNING, Foreign
+from fsdp2_strategy.checkpoint.foreign.sources import LIGHTNING, Foreign
+from fsdp2_strategy.checkpoint.foreign.stored_optimizer import (
+    Keys,
+    StoredOptimizer,
+    clean_name,
+    joined,
+    plain,
+    prefix_of,
+    short_names,
+    take_optimizers,
+)
 from fsdp2_strategy.checkpoint.foreign.tensors import StoredTensor, Tree, read_tree
-from fsdp2_strategy.errors import CheckpointError, some
-from fsdp2_strategy.model.names import clean
-
-_Path = tuple[str | int, ...]
+from fsdp2_strategy.errors import CheckpointError
 
 _MODEL_KEYS = (
     "model",
@@ -52,47 +58,6 @@ _STEP_KEYS = (
 _AVERAGES = re.compile(r"(^|_)(ema|average|averages|shadow)(_|$)", re.IGNORECASE)
 _OF_RANK = re.compile(r"dataloader|sampler|rng|random|callbacks|loops", re.IGNORECASE)
 """Keys below which no step of the run is looked for."""
-_WRAPPERS = ("_fsdp_wrapped_module.", "_forward_module.")
-
-
-@dataclass(frozen=True)
-class StoredGroup:
-    """A parameter group in the file of an optimizer."""
-
-    params: tuple[str | int, ...]
-    """Names of parameters, or their integer ids."""
-    settings: dict[str, Any]
-    """Hyper-parameters, such as ``lr``."""
-
-
-@dataclass(frozen=True)
-class StoredOptimizer:
-    """The state of an optimizer, of several optimizers that step one model as of one with all their groups."""
-
-    state: dict[str | int, dict[str, Any]]
-    """A `StoredTensor` or a plain value for each key, by parameter name or integer id."""
-    groups: tuple[StoredGroup, ...]
-
-    @property
-    def has_names(self) -> bool:
-        """Whether parameters have names, not integer ids."""
-        keys = [*self.state, *(param for group in self.groups for param in group.params)]
-        return not all(isinstance(key, int) for key in keys)
-
-    def renamed(self, names: Mapping[Any, str]) -> StoredOptimizer:
-        """Return the same with other names; names that are not in the mapping are kept."""
-        state = {names.get(key, key): values for key, values in self.state.items()}
-        groups = tuple(StoredGroup(tuple(names.get(p, p) for p in g.params), g.settings) for g in self.groups)
-        return StoredOptimizer(state, groups)
-
-    def settings_by_name(self) -> dict[str, dict[str, Any]]:
-        """Return the hyper-parameters of each parameter."""
-        return {str(param): group.settings for group in self.groups for param in group.params}
-
-    def last_step(self) -> int:
-        """Return the largest number of steps of a parameter; 0 if the state has none."""
-        steps = [plain(state["step"]) for state in self.state.values() if "step" in state]
-        return max((int(step) for step in steps if isinstance(step, int | float)), default=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,13 +122,13 @@ def read_contents(foreign: Foreign, wanted: Collection[str] = ()) -> Contents:
     tree: Tree = {}
     for source in foreign.sources:
         _merge(tree, read_tree(source))
-    optimizers = list(_take_optimizers(tree, ()))
+    optimizers = list(take_optimizers(tree, ()))
     schedules = list(_take_schedules(tree, ()))
     step = _recorded_step(tree)
     weights, taken = _find_weights(tree, set(wanted), is_lightning=foreign.kind == LIGHTNING)
-    optimizer = _joined(optimizers, foreign)
+    optimizer = joined(optimizers, foreign.path)
     if optimizer is not None and optimizer.has_names:
-        optimizer = optimizer.renamed(_parameter_names(optimizer, wanted or weights))
+        optimizer = optimizer.renamed(short_names(optimizer, wanted or weights))
     client_state, others = _client_state(tree, taken)
     schedule = _only_schedule(schedules, foreign)
     found = _step(foreign, step, optimizer, schedule)
@@ -179,11 +144,6 @@ def read_contents(foreign: Foreign, wanted: Collection[str] = ()) -> Contents:
     )
 
 
-def plain(value: Any) -> Any:
-    """Return the value of a tensor with one element; other values as they are."""
-    return value.value() if isinstance(value, StoredTensor) and value.shape in ((), (1,)) else value
-
-
 def _merge(tree: Tree, other: Tree) -> None:
     for key, value in other.items():
         if isinstance(value, dict) and isinstance(tree.get(key), dict):
@@ -192,99 +152,7 @@ def _merge(tree: Tree, other: Tree) -> None:
             tree[key] = value
 
 
-def _take_optimizers(tree: Tree, path: _Path) -> Iterator[StoredOptimizer]:
-    """Remove the optimizers from a tree, and yield them; see [Note: parts]."""
-    is_named = "optim" in str(path[-1] if path else "")
-    if isinstance(tree.get("param_groups"), dict | list) or (is_named and isinstance(tree.get("state"), dict)):
-        yield _nested_optimizer(tree.pop("state", {}), tree.pop("param_groups", {}))
-    flat = {key: tree[key] for key in tree if str(key).startswith(("state.", "param_groups."))}
-    if is_named or any(str(key).startswith("param_groups.") for key in flat):
-        for key in flat:
-            del tree[key]
-        if flat:
-            yield _flat_optimizer(flat)
-    for key in [key for key, value in tree.items() if isinstance(value, dict)]:
-        yield from _take_optimizers(tree[key], (*path, key))
-        if not tree[key]:
-            del tree[key]
-
-
-def _nested_optimizer(state: Any, groups: Any) -> StoredOptimizer:
-    found = []
-    listed = groups.values() if isinstance(groups, Mapping) else groups
-    by_id: dict[int, str] = {}
-    for group in listed:
-        params = [_as_id(param) for param in _items(group.get("params", ()))]
-        names: list[str | int] = [clean_name(str(name)) for name in _items(group.get("param_names", ()))]
-        if names and all(isinstance(param, int) for param in params):
-            by_id |= {param: str(name) for param, name in zip(params, names, strict=True) if isinstance(param, int)}
-            params = names
-        settings = {k: plain(v) for k, v in group.items() if k not in ("params", "param_names")}
-        found.append(StoredGroup(tuple(clean_name(p) if isinstance(p, str) else p for p in params), settings))
-    states = {}
-    for key, values in (state or {}).items():
-        name = _as_id(key)
-        name = by_id.get(name, name) if isinstance(name, int) else clean_name(name)
-        states[name] = dict(values)
-    if not all(isinstance(key, int) for key in states) or any(isinstance(p, str) for g in found for p in g.params):
-        states = {str(key): values for key, values in states.items()}  # a parameter whose name is a number
-        found = [StoredGroup(tuple(str(p) for p in g.params), g.settings) for g in found]
-    return StoredOptimizer(states, tuple(found))
-
-
-def _flat_optimizer(flat: Mapping[Any, Any]) -> StoredOptimizer:
-    """Return the optimizer of keys such as ``state.<name>.exp_avg`` and ``param_groups.<name>.lr``."""
-    state: dict[str | int, dict[str, Any]] = {}
-    settings: dict[str, dict[str, Any]] = {}
-    for key, value in flat.items():
-        kind, _, rest = str(key).partition(".")
-        name, _, of = rest.rpartition(".")
-        if kind == "state":
-            state.setdefault(clean_name(name), {})[of] = value
-        elif of not in ("params", "param_names"):
-            settings.setdefault(clean_name(name), {})[of] = plain(value)
-    return StoredOptimizer(state, tuple(StoredGroup((name,), own) for name, own in settings.items()))
-
-
-def _as_id(key: Any) -> str | int:
-    return int(key) if isinstance(key, int) or str(key).isdecimal() else str(key)
-
-
-def _items(value: Any) -> list[Any]:
-    return list(value.values() if isinstance(value, Mapping) else value or ())
-
-
-def _joined(optimizers: Sequence[StoredOptimizer], foreign: Foreign) -> StoredOptimizer | None:
-    """Return several optimizers as one, with the groups of all; integer ids go on counting."""
-    found = [each for each in optimizers if each.state or each.groups]
-    if not found:
-        return None
-    if len({each.has_names for each in found}) > 1:
-        raise CheckpointError(
-            f"cannot load {foreign.path}: of its optimizers, some have names of parameters and some only numbers, "
-            "expected names. Save the state with get_optimizer_state_dict."
-        )
-    state: dict[str | int, dict[str, Any]] = {}
-    groups: list[StoredGroup] = []
-    begin = 0
-    for each in found:
-        shift = {key: key + begin for key in each.state if isinstance(key, int)}
-        shift |= {p: p + begin for group in each.groups for p in group.params if isinstance(p, int)}
-        shifted = each.renamed(shift)  # type: ignore[arg-type]
-        state |= shifted.state
-        groups += shifted.groups
-        begin += len(shift)
-    return StoredOptimizer(state, tuple(groups))
-
-
-def _parameter_names(optimizer: StoredOptimizer, wanted: Iterable[str]) -> dict[str, str]:
-    """Map stored names of parameters to those without the prefix that the names of the model do not have."""
-    names = [*dict.fromkeys([*optimizer.settings_by_name(), *map(str, optimizer.state)])]
-    prefix = prefix_of(names, set(wanted))
-    return {name: name.removeprefix(prefix) for name in names if name.startswith(prefix)}
-
-
-def _take_schedules(tree: Tree, path: _Path) -> Iterator[tuple[_Path, dict[str, Any]]]:
+def _take_schedules(tree: Tree, path: Keys) -> Iterator[tuple[Keys, dict[str, Any]]]:
     """Remove the schedules from a tree, and yield them with their paths; see [Note: parts]."""
     for key in list(tree):
         value = tree[key]
@@ -298,7 +166,7 @@ def _take_schedules(tree: Tree, path: _Path) -> Iterator[tuple[_Path, dict[str, 
                 del tree[key]
 
 
-def _only_schedule(found: Sequence[tuple[_Path, dict[str, Any]]], foreign: Foreign) -> dict[str, Any] | None:
+def _only_schedule(found: Sequence[tuple[Keys, dict[str, Any]]], foreign: Foreign) -> dict[str, Any] | None:
     positions = {schedule["last_epoch"] for _, schedule in found}
     if len(positions) > 1:
         listed = ", ".join(f"{'.'.join(map(str, path))} at {schedule['last_epoch']}" for path, schedule in found)
@@ -344,7 +212,7 @@ def _step(
     return int(last) if isinstance(last, int | float) else None
 
 
-def _tensors_in(tree: Tree, path: _Path = ()) -> Iterator[tuple[_Path, StoredTensor]]:
+def _tensors_in(tree: Tree, path: Keys = ()) -> Iterator[tuple[Keys, StoredTensor]]:
     for key, value in tree.items():
         if isinstance(value, StoredTensor):
             yield (*path, key), value
@@ -352,7 +220,7 @@ def _tensors_in(tree: Tree, path: _Path = ()) -> Iterator[tuple[_Path, StoredTen
             yield from _tensors_in(value, (*path, key))
 
 
-def _find_weights(tree: Tree, wanted: set[str], *, is_lightning: bool) -> tuple[dict[str, StoredTensor], set[_Path]]:
+def _find_weights(tree: Tree, wanted: set[str], *, is_lightning: bool) -> tuple[dict[str, StoredTensor], set[Keys]]:
     """Return the weights by name, and the paths of all tensors that were taken."""
     found = dict(_tensors_in(tree))
     regular = {p: t for p, t in found.items() if not any(_AVERAGES.search(str(key)) for key in p[:-1])} or found
@@ -373,22 +241,22 @@ def _find_weights(tree: Tree, wanted: set[str], *, is_lightning: bool) -> tuple[
     return weights, {path for path in regular if path[:-1] in parents}
 
 
-def _is_weight(tree: Tree, path: _Path, parent: _Path) -> bool:
+def _is_weight(tree: Tree, path: Keys, parent: Keys) -> bool:
     """Return whether a tensor below a node is a weight: if the node has tensors itself, only these are."""
     node = _node(tree, parent)
     has_own = any(isinstance(value, StoredTensor) and value.shape for value in node.values())
     return len(path) == len(parent) + 1 or not has_own
 
 
-def _node(tree: Tree, path: _Path) -> Tree:
+def _node(tree: Tree, path: Keys) -> Tree:
     for key in path:
         tree = tree[key]
     return tree
 
 
-def _preferred_path(tree: Tree) -> _Path:
+def _preferred_path(tree: Tree) -> Keys:
     """Return the path of the dictionary whose name says that it has the weights, or that has the only tensors."""
-    path: _Path = ()
+    path: Keys = ()
     while True:
         inner = {key: value for key, value in tree.items() if isinstance(value, dict) and any(_tensors_in(value))}
         own = [key for key, value in tree.items() if isinstance(value, StoredTensor) and value.shape]
@@ -412,34 +280,11 @@ def _without_common_prefix(weights: dict[str, StoredTensor], *, is_lightning: bo
     return weights
 
 
-def prefix_of(stored: Iterable[str], wanted: set[str], preferred: _Path = ()) -> str:
-    """Return the prefix with which most of the wanted names are stored; "" if none is stored."""
-    found: Counter[str] = Counter()
-    for name in stored:
-        for at in (0, *(match.end() for match in re.finditer(r"\.", name))):
-            if name[at:] in wanted:
-                found[name[:at]] += 1
-                break
-    if not found:
-        return ""
-    most = max(found.values())
-    best = [prefix for prefix, count in found.items() if count == most]
-    start = "".join(f"{key}." for key in preferred)
-    return next((prefix for prefix in best if prefix.startswith(start)), best[0])
-
-
-def clean_name(name: str) -> str:
-    """Remove the prefixes of torch's and Lightning's wrappers from a name."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return clean(name)
-
-
-def _client_state(tree: Tree, taken: set[_Path]) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _client_state(tree: Tree, taken: set[Keys]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the plain data that no other part has, and the names of all else."""
     others: list[str] = []
 
-    def kept(node: Tree, path: _Path) -> dict[Any, Any]:
+    def kept(node: Tree, path: Keys) -> dict[Any, Any]:
         found: dict[Any, Any] = {}
         for key, value in node.items():
             here = (*path, key)
@@ -471,8 +316,3 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(_is_plain(each) for each in value)
     return isinstance(value, Mapping) and all(isinstance(k, str | int) and _is_plain(v) for k, v in value.items())
-
-
-def names_text(names: Collection[str]) -> str:
-    """Return a short list of names for a message."""
-    return some(sorted(names))

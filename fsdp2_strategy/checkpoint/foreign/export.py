@@ -11,7 +11,7 @@ import torch
 
 from fsdp2_strategy import sizes
 from fsdp2_strategy.checkpoint.foreign.contents import read_contents
-from fsdp2_strategy.checkpoint.foreign.recognise import Foreign
+from fsdp2_strategy.checkpoint.foreign.sources import Foreign
 from fsdp2_strategy.checkpoint.foreign.tensors import read_into
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.copy_folder import new_folder, sidecars_in

@@ -17,9 +17,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from fsdp2_strategy.checkpoint.foreign.contents import Contents, StoredOptimizer, plain, read_contents
+from fsdp2_strategy.checkpoint.foreign.contents import Contents, read_contents
 from fsdp2_strategy.checkpoint.foreign.parameter_ids import OwnGroup, Parameter, name_parameters
-from fsdp2_strategy.checkpoint.foreign.recognise import Foreign
+from fsdp2_strategy.checkpoint.foreign.sources import Foreign
+from fsdp2_strategy.checkpoint.foreign.stored_optimizer import StoredOptimizer, plain
 from fsdp2_strategy.checkpoint.foreign.tensors import StoredTensor, read_into
 from fsdp2_strategy.checkpoint.load_options import NO_OPTIMIZER, NO_SCHEDULER, NOT_STRICT
 from fsdp2_strategy.checkpoint.storage import check_shapes
@@ -218,6 +219,9 @@ def _match_optimizer(
         for name, of_name in stored.state.items()
         if (own := {k: v for k, v in of_name.items() if not isinstance(v, StoredTensor)})
     }
+    for name, own_values in values.items():
+        if isinstance(own_values.get("step"), int | float) and name in state:  # as torch 1.11 and earlier saved it
+            state[name]["step"] = torch.tensor(float(own_values.pop("step")))
     in_groups = {str(param) for group in stored.groups for param in group.params}
     lacking = [name for name, own in state.items() if not own and name not in in_groups]
     if lacking and strict and in_groups:

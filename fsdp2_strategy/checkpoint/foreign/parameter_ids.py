@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp2_strategy.checkpoint.foreign.contents import Contents, StoredGroup, StoredOptimizer
+from fsdp2_strategy.checkpoint.foreign.contents import Contents
+from fsdp2_strategy.checkpoint.foreign.stored_optimizer import StoredGroup, StoredOptimizer
 from fsdp2_strategy.checkpoint.foreign.tensors import StoredTensor
 from fsdp2_strategy.checkpoint.load_options import NO_OPTIMIZER
 from fsdp2_strategy.errors import CheckpointError, counted, some

@@ -13,7 +13,7 @@ import io
 import json
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy.checkpoint.foreign.pickles import PickledShards, UnknownObject, unpickle
-from fsdp2_strategy.checkpoint.foreign.recognise import Source
+from fsdp2_strategy.checkpoint.foreign.sources import Source
 from fsdp2_strategy.checkpoint.storage import convert_dcp_errors
 from fsdp2_strategy.distributed.process_group import group_in_use
 from fsdp2_strategy.distributed.torch_internals import local_of
@@ -201,7 +201,7 @@ def _merged(of_ranks: Sequence[Any], where: Path, depth: int = 0) -> Any:
         raise CheckpointError(f"cannot read {where}: its dictionaries are nested deeper than {_MOST_DEPTH} levels.")
     if isinstance(first, torch.Tensor | PickledShards):
         return _tensor_of(of_ranks, where)
-    if isinstance(first, UnknownObject):
+    if isinstance(first, UnknownObject) or (is_dataclass(first) and not isinstance(first, type)):
         return _merged([vars(each) for each in of_ranks], where, depth)
     if isinstance(first, Mapping):
         for each in of_ranks:
