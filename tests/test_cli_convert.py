@@ -166,17 +166,28 @@ def test_what_cannot_be_converted_is_named(written, tmp_path, capsys):
     assert not target.exists()
 
 
+class Wrapped(torch.nn.Module):
+    """A wrapper around a transformers model."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.body = build("llama_tied", seed=seed)
+        self.head = torch.nn.Linear(32, 1)
+
+    def forward(self, **batch):
+        return self.head(self.body(**batch, output_hidden_states=True).hidden_states[-1])
+
+
 def save_wrapped(folder):
-    """Write the checkpoint of a plain program whose model is a wrapper around a transformers model."""
-    model = torch.nn.ModuleDict({"body": build("llama_tied"), "head": torch.nn.Linear(32, 1)})
+    """Write the checkpoint of a plain program."""
+    model = Wrapped(seed=0)
     dcp.save({"model": model.state_dict(), "step": 5}, checkpoint_id=folder / "wrapped")
     torch.save(model.state_dict(), folder / "expected.pt")
 
 
 def load_wrapped(folder):
     strategy = strategy_for()
-    model = torch.nn.ModuleDict({"body": build("llama_tied", seed=1), "head": torch.nn.Linear(32, 1)})
-    model = strategy.prepare_model(model, is_training=True)
+    model = strategy.prepare_model(Wrapped(seed=1), is_training=True)
     strategy.load_ckpt(model, folder / "out", load_module_only=True)
     expected = torch.load(folder / "expected.pt")
     for name, tensor in model.state_dict().items():

@@ -22,7 +22,7 @@ from fsdp2_strategy.checkpoint.stored_model import StoredModel, read_region, sto
 from fsdp2_strategy.distributed.torch_internals import non_persistent_buffers
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.copy_folder import sidecars_in
-from fsdp2_strategy.hf.export import save_all_weights
+from fsdp2_strategy.hf.export import save_in_one_process
 from fsdp2_strategy.hf.known_models import build_known
 from fsdp2_strategy.hf.peft.files import ADAPTER_CONFIG
 from fsdp2_strategy.hf.peft.merge import without_adapters
@@ -72,9 +72,7 @@ def export_merged(
                 if opened.lists(path) and not (folder / path.name).exists():
                     (folder / path.name).write_bytes(opened.read(path, STATE_BYTES))
 
-        save_all_weights(
-            model, None, output, without_adapters, max_shard_size="5GB", dtype=dtype, further=copy_sidecars
-        )
+        save_in_one_process(model, output, without_adapters, dtype=dtype, further=copy_sidecars)
 
 
 def _check_output(output: Path) -> None:
