@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import warnings
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,8 +17,6 @@ from helpers.models import build, next_token_loss
 from helpers.training import strategy_for
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
     FullyShardedDataParallel,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
@@ -55,10 +55,10 @@ def write_with_accelerate(folder):
             optim_state_dict_config=None,
             cpu_ram_efficient_loading=False,
         )
-        fsdp_utils.save_fsdp_model(plugin, accelerator, program.model, str(path), use_dcp=use_dcp)
-        fsdp_utils.save_fsdp_optimizer(
-            plugin, accelerator, program.optimizer, program.model, str(path), use_dcp=use_dcp
-        )
+        model, optimizer = program.model, program.optimizer
+        with patch.object(fsdp_utils, "logger", logging.getLogger("accelerate")):  # its own needs an Accelerator
+            fsdp_utils.save_fsdp_model(plugin, accelerator, model, str(path), use_dcp=use_dcp)
+            fsdp_utils.save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(path), use_dcp=use_dcp)
         # As Accelerator.save_state of accelerate 1.15.0: its schedule takes a step for each process, and the step of
         # the random states counts micro-batches.
         torch.save({"step": 0, "torch_manual_seed": torch.get_rng_state()}, path / f"random_states_{rank}.pkl")
@@ -79,26 +79,21 @@ def write_with_fsdp1(folder):
     program = Program(wrapped, is_matrix)
     program.train(range(SAVED))
     rank = dist.get_rank()
-    for kind, of_model, of_optimizer in (
-        (StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig()),
-        (StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()),
+    # On CPUs, torch 2.13 writes wrong moments with FULL_STATE_DICT: `whole_named` of helpers.foreign has this format.
+    options = ShardedStateDictConfig(), ShardedOptimStateDictConfig()
+    with (
+        warnings.catch_warnings(action="ignore"),
+        FullyShardedDataParallel.state_dict_type(wrapped, StateDictType.SHARDED_STATE_DICT, *options),
     ):
-        with (
-            warnings.catch_warnings(action="ignore"),
-            FullyShardedDataParallel.state_dict_type(wrapped, kind, of_model, of_optimizer),
-        ):
-            state = {
-                "model": wrapped.state_dict(),
-                "optimizer": FullyShardedDataParallel.optim_state_dict(wrapped, program.optimizer),
-                "scheduler": program.scheduler.state_dict(),
-                "step": SAVED,
-            }
-            if kind is StateDictType.SHARDED_STATE_DICT:
-                dcp.save(state, checkpoint_id=folder / "dcp")
-                (folder / "per_rank").mkdir(exist_ok=True)
-                torch.save(state, folder / "per_rank" / f"checkpoint_rank{rank}.pt")
-            elif rank == 0:
-                torch.save(state, folder / "full.pt")
+        state = {
+            "model": wrapped.state_dict(),
+            "optimizer": FullyShardedDataParallel.optim_state_dict(wrapped, program.optimizer),
+            "scheduler": program.scheduler.state_dict(),
+            "step": SAVED,
+        }
+        dcp.save(state, checkpoint_id=folder / "dcp")
+        (folder / "per_rank").mkdir(exist_ok=True)
+        torch.save(state, folder / "per_rank" / f"checkpoint_rank{rank}.pt")
     continue_and_record(folder, program)
 
 
@@ -174,7 +169,7 @@ LIBRARY = {write_with_torchtitan: "torchtitan", write_with_accelerate: "accelera
 WRITTEN = {
     write_with_torchtitan: ("checkpoint", "checkpoint/step-3"),
     write_with_accelerate: ("SHARDED_True", "SHARDED_False", "FULL_True"),
-    write_with_fsdp1: ("dcp", "per_rank", "full.pt"),
+    write_with_fsdp1: ("dcp", "per_rank"),
     write_with_ddp: ("last.pt",),
 }
 
@@ -221,7 +216,8 @@ def test_a_run_of_the_trainer_goes_on(tmp_path, run_on):
 
 
 def test_a_run_of_lightning_goes_on(tmp_path, run_on):
-    lightning = pytest.importorskip("lightning")  # 2.6.6 was tried
+    with warnings.catch_warnings(action="ignore"):
+        lightning = pytest.importorskip("lightning")  # 2.6.6 was tried
     losses = []
 
     class Module(lightning.LightningModule):
@@ -245,7 +241,8 @@ def test_a_run_of_lightning_goes_on(tmp_path, run_on):
             ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
         )
         trainer = lightning.Trainer(max_steps=steps, accelerator="cpu", devices=1, **options)
-        trainer.fit(Module(), batches)
+        with warnings.catch_warnings(action="ignore"):
+            trainer.fit(Module(), batches)
         if steps == SAVED:
             trainer.save_checkpoint(tmp_path / "saved.ckpt")
     (tmp_path / "losses.json").write_text(json.dumps(losses[-SAVED:]))
