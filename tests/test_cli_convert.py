@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from helpers import foreign as programs
-from helpers.foreign import SAVED, STEPS, WRITERS, decay, loss_at, mean_loss
+from helpers.foreign import SAVED, STEPS, WRITERS, Program, decay, loss_at, mean_loss
 from helpers.models import build
 from helpers.training import prepared, strategy_for, train
 
@@ -204,3 +204,41 @@ def test_a_wrapper_around_a_model_is_converted_with_all_its_weights(tmp_path, ru
     capsys.readouterr()
     path = "global_step5"
     assert main(["diff", str(tmp_path / "out" / path), str(tmp_path / "again" / path)]) == 0
+
+
+def save_tied(folder):
+    """Train a plain model with tied weights for two steps, and write what it has under another name of the tie."""
+    program = Program(build("llama_tied"))
+    program.train(range(2))
+    state = program.optimizer.state_dict()
+    named = list(program.model.named_parameters())
+    order = [name for name, p in named if p.ndim > 1] + [name for name, p in named if p.ndim == 1]
+    order = ["lm_head.weight" if name == "model.embed_tokens.weight" else name for name in order]
+    optimizer = {
+        "state": {order[number]: values for number, values in state["state"].items()},
+        "param_groups": [{**g, "params": [order[number] for number in g["params"]]} for g in state["param_groups"]],
+    }
+    torch.save({"model": program.model.state_dict(), "optimizer": optimizer, "step": 2}, folder / "ckpt_2.pt")
+    (folder / "losses.json").write_text(json.dumps(program.train(range(2, STEPS))))
+
+
+def resume_tied(folder):
+    strategy = strategy_for(max_norm=0.0)
+    model = strategy.prepare_model(build("llama_tied", seed=1), is_training=True)
+    optimizer = strategy.create_optimizer(model, lr=0.5)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, decay)
+    strategy.load_ckpt(model, folder / "out", optimizer=optimizer, scheduler=scheduler)
+    losses = []
+    for step in range(2, STEPS):
+        loss = loss_at(model, step)
+        strategy.backward(loss, model, optimizer)
+        strategy.optimizer_step(optimizer, model, scheduler)
+        losses.append(mean_loss(loss))
+    assert losses == pytest.approx(json.loads((folder / "losses.json").read_text()), rel=2e-5)
+
+
+@pytest.mark.full
+def test_tied_weights_have_their_state_under_any_of_their_names(tmp_path, run_on):
+    run_on(1, save_tied, folder=tmp_path)
+    assert main(["convert", "--trust", "-q", str(tmp_path), str(tmp_path / "out")]) == 0
+    run_on(2, resume_tied, folder=tmp_path)

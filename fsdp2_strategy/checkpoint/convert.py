@@ -1,4 +1,4 @@
-"""Convert another system's checkpoint to one of ours, without its model or a GPU, the command ``convert``.
+"""Convert another system's checkpoint to one of this package, without its model or a GPU, the command ``convert``.
 
 Input: a `Foreign`. Output: a directory with one committed checkpoint: weights, optimizer state and hyper-parameters,
 step, schedule and client state. It has no pickles, so that `load_ckpt` needs no trust. A few tensors are in memory at a

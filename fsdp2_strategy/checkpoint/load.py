@@ -88,6 +88,7 @@ from fsdp2_strategy.checkpoint.training_state import (
     restore_scheduler,
     settings_by_group,
     unwrap_and_reshard,
+    with_first_names,
 )
 from fsdp2_strategy.distributed.agreement import all_or_none, check_equal, from_rank_0
 from fsdp2_strategy.distributed.log import log
@@ -482,13 +483,12 @@ def _restore_state(
     for name, own in request.models.items():
         plan, state = plans[name], states[name]
         if own.optimizer is not None:
-            values = state["optimizer"]["values"]
             restore_optimizer(
                 plan.root,
                 own.optimizer,
                 plan.optimizer_state,
                 plan.optimizer_settings,
-                values,
+                plan.optimizer_values,
                 load_learning_rates=request.load_learning_rates,
             )
         elif request.load_model:
@@ -550,6 +550,8 @@ class _LoadPlan:
     """The optimizer's tensors among the targets, by parameter name and key."""
     optimizer_settings: list[dict[str, Any]]
     """Hyper-parameters of each group."""
+    optimizer_values: Mapping[str, Any]
+    """State that is not a tensor, as JSON values, by parameter name."""
 
 
 def _plan(own: _ModelRequest, request: _LoadRequest, paths: CheckpointPaths, state: Mapping[str, Any]) -> _LoadPlan:
@@ -562,15 +564,18 @@ def _plan(own: _ModelRequest, request: _LoadRequest, paths: CheckpointPaths, sta
     report = LoadReport()
     optimizer_state: dict[str, dict[str, torch.Tensor]] = {}
     settings: list[dict[str, Any]] = []
+    values: Mapping[str, Any] = {}
     if request.load_model:
         left_out = (state.get("left_out") or {}).get("weights", ())
         of_model, report = match_model(root, paths, left_out, strict=request.strict)
         targets += of_model
     if (optimizer := own.optimizer) is not None:
         require_saved(state["optimizer"], "optimizer", NO_OPTIMIZER, paths.root)
-        check_optimizer(root, optimizer, state["optimizer"], strict=request.strict)
-        settings = settings_by_group(root, optimizer, state["optimizer"])
-        stored = stored_in(paths.state / OPTIMIZER, paths)
+        hyper, stored = state["optimizer"], stored_in(paths.state / OPTIMIZER, paths)
+        if state.get(CONVERTED_FROM):
+            hyper, stored = with_first_names(root, hyper, stored)
+        check_optimizer(root, optimizer, hyper, strict=request.strict)
+        settings, values = settings_by_group(root, optimizer, hyper), hyper["values"]
         layout = {name: (entry.shape, entry.dtype) for name, entry in stored.items()}
         optimizer_state, tensors = allocate_optimizer_state(root, optimizer, layout, strict=request.strict)
         targets += targets_by_name("optimizer", tensors, stored)
@@ -581,7 +586,7 @@ def _plan(own: _ModelRequest, request: _LoadRequest, paths: CheckpointPaths, sta
         require_saved(state["scheduler"], "scheduler", NO_SCHEDULER, paths.root)
         if not state.get(CONVERTED_FROM):
             check_scheduler(own.scheduler, state["scheduler"])
-    return _LoadPlan(root, report, targets, optimizer_state, settings)
+    return _LoadPlan(root, report, targets, optimizer_state, settings, values)
 
 
 def _find(load_dir: Path, tag: str | None, *, fallback: bool, trust: bool) -> tuple[list[Path], Foreign | None]:

@@ -28,7 +28,7 @@ from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.torch_internals import local_of
 from fsdp2_strategy.errors import CheckpointError, shown, some
 from fsdp2_strategy.model.fsdp_state import is_sharded, reshard
-from fsdp2_strategy.model.names import named_parameters
+from fsdp2_strategy.model.names import named_parameters, tied_names
 from fsdp2_strategy.model.shards import sharded_like
 from fsdp2_strategy.model.swapped_weights import check_own_weights
 from fsdp2_strategy.model.wrappers import unwrap_model
@@ -181,6 +181,21 @@ def _check_kind(optimizer: Optimizer, settings: Sequence[Mapping[str, Any]]) -> 
                 f"cannot load the optimizer: the saved groups have {some(sorted(settings[0]), 'setting')}, expected "
                 f"those of {type(optimizer).__name__}. Use the class that was saved, or pass {NO_OPTIMIZER}."
             )
+
+
+def with_first_names(
+    model: nn.Module, hyper: Mapping[str, Any], stored: Mapping[str, _T]
+) -> tuple[dict[str, Any], dict[str, _T]]:
+    """Rename tied parameters to the first of their names in the model: a converted checkpoint may have another one.
+
+    ``hyper`` and ``stored`` are the hyper-parameters and the state's tensors as in files. Both are returned.
+    """
+    own = named_parameters(model)
+    first = {alias: name for alias, group in tied_names(model).items() for name in group if name in own}
+    states = {name: name.removeprefix("state.").rpartition(".") for name in stored}
+    renamed = {f"state.{first.get(name, name)}.{key}": stored[full] for full, (name, _, key) in states.items()}
+    names = {part: {first.get(n, n): value for n, value in hyper[part].items()} for part in ("of_parameter", "values")}
+    return {**hyper, **names}, renamed
 
 
 def schedule_state(scheduler: LRScheduler) -> dict[str, Any]:
