@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from fsdp2_strategy import FSDPV2Strategy, build_mesh, list_checkpoints, load_checkpoint, sizes, verify_checkpoint
 from fsdp2_strategy.checkpoint import directory, listing, paths
@@ -885,7 +885,17 @@ def test_the_command_line_exports_what_other_systems_wrote(tmp_path, capsys, run
         capsys.readouterr()
         assert main(["export", str(tmp_path / wrote), str(out)]) == 2
         assert "trust" in capsys.readouterr().err
-        arguments = ["--trust", "--dtype", "bfloat16", "--beside", str(ours)]
+        arguments = ["--trust", "--dtype", "bfloat16", "--sidecars", str(ours)]
+        other = tmp_path / "other"
+        if not other.exists():
+            config = LlamaConfig(
+                vocab_size=8, hidden_size=16, num_attention_heads=2, architectures=["LlamaForCausalLM"]
+            )
+            config.save_pretrained(other)
+        assert main(["export", str(tmp_path / wrote), str(out), "--trust", "--sidecars", str(other)]) == 2
+        said = capsys.readouterr().err
+        assert "model.embed_tokens.weight has shape [96, 32], and [8, 16] by the configuration" in said
+        assert not out.exists()
         assert main(["export", str(tmp_path / wrote), str(out), *arguments]) == 0
         opened, expected = (AutoModelForCausalLM.from_pretrained(folder) for folder in (out, ours))
         assert opened.dtype == torch.bfloat16

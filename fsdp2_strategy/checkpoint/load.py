@@ -34,7 +34,7 @@ from fsdp2_strategy.checkpoint.different_steps import record_resume
 from fsdp2_strategy.checkpoint.directory import recover
 from fsdp2_strategy.checkpoint.file_schemas import RANK_FILE_BYTES
 from fsdp2_strategy.checkpoint.foreign.contents import read_contents
-from fsdp2_strategy.checkpoint.foreign.load import load_foreign
+from fsdp2_strategy.checkpoint.foreign.load import load_foreign, restore_foreign_schedule
 from fsdp2_strategy.checkpoint.foreign.recognise import Foreign, describe_contents, newest_in
 from fsdp2_strategy.checkpoint.gc_pause import gc_paused
 from fsdp2_strategy.checkpoint.listing import (
@@ -75,16 +75,20 @@ from fsdp2_strategy.checkpoint.signature import read_key
 from fsdp2_strategy.checkpoint.storage import LoadTargets, read_all, stored_in, targets_by_name
 from fsdp2_strategy.checkpoint.trainable_only import LeftOut
 from fsdp2_strategy.checkpoint.training_state import (
+    CONVERTED_FROM,
+    POSITION,
     LoadedCheckpoint,
     allocate_optimizer_state,
     check_optimizer,
     check_restored,
     check_scheduler,
+    has_position_only,
     require_saved,
     restore_optimizer,
     restore_scheduler,
     settings_by_group,
     unwrap_and_reshard,
+    with_first_names,
 )
 from fsdp2_strategy.distributed.agreement import all_or_none, check_equal, from_rank_0
 from fsdp2_strategy.distributed.log import log
@@ -99,6 +103,7 @@ from fsdp2_strategy.model.ranks import on_model_ranks
 from fsdp2_strategy.model.weight_versions import count_change
 from fsdp2_strategy.optim.schedule import check_schedule_of
 from fsdp2_strategy.storage.file_reads import read_repeats, repeated
+from fsdp2_strategy.storage.json_values import from_json_values
 from fsdp2_strategy.storage.regions import Region, sources_of
 from fsdp2_strategy.storage.replicated_reads import divide_reads
 from fsdp2_strategy.storage.safetensors_format import read_header
@@ -478,18 +483,21 @@ def _restore_state(
     for name, own in request.models.items():
         plan, state = plans[name], states[name]
         if own.optimizer is not None:
-            values = state["optimizer"]["values"]
             restore_optimizer(
                 plan.root,
                 own.optimizer,
                 plan.optimizer_state,
                 plan.optimizer_settings,
-                values,
+                plan.optimizer_values,
                 load_learning_rates=request.load_learning_rates,
             )
         elif request.load_model:
             refresh_masters_of(plan.root)
-        if own.scheduler is not None:
+        if own.scheduler is not None and of_run.get(CONVERTED_FROM):
+            saved, has_new_rates = from_json_values(state["scheduler"]), own.optimizer is not None
+            has_new_rates = has_new_rates and request.load_learning_rates
+            restore_foreign_schedule(own.scheduler, saved, saved[POSITION], has_new_rates=has_new_rates)
+        elif own.scheduler is not None:
             restore_scheduler(own.scheduler, state["scheduler"])
     if request.restores_optimizer and rng is not None:
         load_rng(rng)
@@ -542,26 +550,32 @@ class _LoadPlan:
     """The optimizer's tensors among the targets, by parameter name and key."""
     optimizer_settings: list[dict[str, Any]]
     """Hyper-parameters of each group."""
+    optimizer_values: Mapping[str, Any]
+    """State that is not a tensor, as JSON values, by parameter name."""
 
 
 def _plan(own: _ModelRequest, request: _LoadRequest, paths: CheckpointPaths, state: Mapping[str, Any]) -> _LoadPlan:
     """Compare a checkpoint with the objects to restore, and allocate optimizer state; reads only headers."""
     root = unwrap_and_reshard(own.model)
     given = {"optimizer": own.optimizer, "scheduler": own.scheduler}
-    check_restored(own.must_restore, given, [name for name in given if state[name] is not None], paths.root)
+    saved = [name for name in given if state[name] is not None and not has_position_only(state[name])]
+    check_restored(own.must_restore, given, saved, paths.root)
     targets: list[tuple[str, Region, torch.Tensor]] = []
     report = LoadReport()
     optimizer_state: dict[str, dict[str, torch.Tensor]] = {}
     settings: list[dict[str, Any]] = []
+    values: Mapping[str, Any] = {}
     if request.load_model:
         left_out = (state.get("left_out") or {}).get("weights", ())
         of_model, report = match_model(root, paths, left_out, strict=request.strict)
         targets += of_model
     if (optimizer := own.optimizer) is not None:
         require_saved(state["optimizer"], "optimizer", NO_OPTIMIZER, paths.root)
-        check_optimizer(root, optimizer, state["optimizer"], strict=request.strict)
-        settings = settings_by_group(root, optimizer, state["optimizer"])
-        stored = stored_in(paths.state / OPTIMIZER, paths)
+        hyper, stored = state["optimizer"], stored_in(paths.state / OPTIMIZER, paths)
+        if state.get(CONVERTED_FROM):
+            hyper, stored = with_first_names(root, hyper, stored)
+        check_optimizer(root, optimizer, hyper, strict=request.strict)
+        settings, values = settings_by_group(root, optimizer, hyper), hyper["values"]
         layout = {name: (entry.shape, entry.dtype) for name, entry in stored.items()}
         optimizer_state, tensors = allocate_optimizer_state(root, optimizer, layout, strict=request.strict)
         targets += targets_by_name("optimizer", tensors, stored)
@@ -570,8 +584,9 @@ def _plan(own: _ModelRequest, request: _LoadRequest, paths: CheckpointPaths, sta
         targets += targets_by_name("averages (ema)", own.ema, stored_in(paths.state / EMA, paths))
     if own.scheduler is not None:
         require_saved(state["scheduler"], "scheduler", NO_SCHEDULER, paths.root)
-        check_scheduler(own.scheduler, state["scheduler"])
-    return _LoadPlan(root, report, targets, optimizer_state, settings)
+        if not state.get(CONVERTED_FROM):
+            check_scheduler(own.scheduler, state["scheduler"])
+    return _LoadPlan(root, report, targets, optimizer_state, settings, values)
 
 
 def _find(load_dir: Path, tag: str | None, *, fallback: bool, trust: bool) -> tuple[list[Path], Foreign | None]:

@@ -15,13 +15,14 @@ from fsdp2_strategy.checkpoint.foreign.sources import Foreign
 from fsdp2_strategy.checkpoint.foreign.tensors import read_into
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.copy_folder import new_folder, sidecars_in
+from fsdp2_strategy.hf.known_models import check_configuration
 
 
 def export_foreign(foreign: Foreign, output: Path, dtype: torch.dtype | None, sidecar_folder: Path | None) -> None:
     """Export the weights of a foreign checkpoint to a Hugging Face folder; for a single process.
 
     Raises:
-        CheckpointError: the checkpoint has no weights.
+        CheckpointError: the checkpoint has no weights, or the configuration is that of another model.
     """
     weights = read_contents(foreign).weights
     if not weights:
@@ -30,6 +31,8 @@ def export_foreign(foreign: Foreign, output: Path, dtype: torch.dtype | None, si
             "another checkpoint."
         )
     described = {name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()}
+    if sidecar_folder is not None:
+        check_configuration(sidecar_folder, described, str(foreign.path))
     with new_folder(output, described, dtype) as folder:
         batch: dict[str, torch.Tensor] = {}
         last = list(weights)[-1]

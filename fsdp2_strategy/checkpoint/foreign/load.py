@@ -110,7 +110,9 @@ def load_foreign(
             if load_model:
                 refresh_masters_of(root)  # foreign checkpoints hold no master weights
             if scheduler is not None:
-                _restore_schedule(scheduler, contents, has_new_rates=restored is not None)
+                restore_foreign_schedule(
+                    scheduler, contents.schedule, contents.position, has_new_rates=restored is not None
+                )
     if contents.others:
         log("%s also has %s, which are not loaded", path, some(contents.others, "entry"))
     log("loaded %s, %s: %s", path, foreign.kind, contents.describe())
@@ -271,16 +273,17 @@ def _settings(root: nn.Module, stored: StoredOptimizer, optimizer: Optimizer, pa
     return settings_by_group(root, optimizer, {"settings": settings, "of_parameter": of_parameter})
 
 
-def _restore_schedule(scheduler: LRScheduler, contents: Contents, *, has_new_rates: bool) -> None:
+def restore_foreign_schedule(
+    scheduler: LRScheduler, saved: Mapping[str, Any] | None, position: int, *, has_new_rates: bool
+) -> None:
     """Restore a schedule, or advance it to the saved position if the saved state is of another kind.
 
     Args:
         scheduler: the schedule.
-        contents: the checkpoint.
+        saved: the saved state; None if there is none.
+        position: the number of steps of the saved schedule.
         has_new_rates: whether the learning rates of the optimizer's groups were restored.
     """
-    saved = contents.schedule
-    position = contents.position
     own = scheduler.state_dict()
     is_same = saved is not None and own.keys() - _SCHEDULE_FLAGS <= saved.keys() and position == saved["last_epoch"]
     groups = scheduler.optimizer.param_groups
