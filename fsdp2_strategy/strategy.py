@@ -469,9 +469,13 @@ class FSDPV2Strategy(TrainingStrategy):
         return rollout
 
     @property
-    def inference_engine(self) -> RolloutEngine | None:
-        """The engine that `setup_inference_engine` returned; None before that call, and on ranks without an engine."""
-        return self._rollout.engine if "_rollout" in self.__dict__ else None
+    def inference_engine(self) -> RolloutEngine:
+        """The engine of this rank, which `setup_inference_engine` has built or was given.
+
+        On ranks without an engine, and before that call, it is false (``if strategy.inference_engine:``), and any use
+        of it raises a RolloutError that names the ranks that have one.
+        """
+        return self._rollout.engine_or_absent()
 
     @property
     def inference_engine_type(self) -> str | None:
@@ -481,7 +485,7 @@ class FSDPV2Strategy(TrainingStrategy):
     @collective
     def setup_inference_engine(
         self, args: object = None, engine_type: str | RolloutEngine = "vllm", actor: nn.Module | None = None
-    ) -> RolloutEngine | None:
+    ) -> RolloutEngine:
         """Build the inference engine, and load an actor's weights into it; collective.
 
         If the option ``enable_engine_sleep`` is true, the engine is then put to sleep.
@@ -497,7 +501,7 @@ class FSDPV2Strategy(TrainingStrategy):
             actor: the model whose weights are loaded; with None, no weights are loaded.
 
         Returns:
-            The engine; None on ranks without an engine.
+            `inference_engine`: the engine, or on ranks without one, an object that is false.
 
         Raises:
             RolloutError: on every rank, if ``engine_type`` is unknown, if the engine cannot be built, or if it did not

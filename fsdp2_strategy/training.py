@@ -75,6 +75,8 @@ from fsdp2_strategy.optim.zero_grad import discard_gradients, watch_optimizer
 from fsdp2_strategy.sharding.explain import explain
 from fsdp2_strategy.sharding.features import feature
 from fsdp2_strategy.sharding.shard import check_dtypes, is_for_training, mesh_for, shard_model, watch_wrapper
+from fsdp2_strategy.tracking.memory_snapshot import record_allocations, stop_recording
+from fsdp2_strategy.tracking.profile import Profile, check_writable
 
 _OTHER_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
 
@@ -84,6 +86,8 @@ _SETTINGS_OF_STEPS = (
     "fp16",
     "grad_sync",
     "loss_reduction",
+    "memory_snapshot",
+    "profile",
     "reduce_in_full_precision",
     "sync_buffers",
     "use_mp_opt",
@@ -183,6 +187,8 @@ class TrainingStrategy:
         self._states: WeakKeyDictionary[nn.Module, _TrainingState] = WeakKeyDictionary()
         self._checked_loaders: WeakSet[ResumableLoader] = WeakSet()
         self._preemption = Preemption()
+        self._profile: Profile | None = None
+        self._records_memory = False
         self.set_seed(self.config.seed)
         log("strategy on %s: %s", counted(self.world_size, "rank"), self.config.changes() or "default settings")
 
@@ -279,6 +285,10 @@ class TrainingStrategy:
         """
         self._is_closed = True
         self._states.clear()
+        if self._profile is not None:
+            self._profile.close()
+        if self._records_memory:
+            stop_recording()
         try:
             end_saving()
         finally:
@@ -358,6 +368,7 @@ class TrainingStrategy:
                 watch_wrapper(model)
             return model
         self._check_same_settings()
+        self._begin_profile()
         config = self._with_arguments(self.config, shard_size, reshard_after_forward)
         if tensor_parallel_plan is not None:
             config = config.replace(tensor_parallel_plan=tensor_parallel_plan)
@@ -387,6 +398,21 @@ class TrainingStrategy:
                     f"cannot shard a model: {name} is {shown}, expected the same {kind} on all ranks. Start all ranks "
                     "with the same configuration."
                 )
+
+    def _begin_profile(self) -> None:
+        """Check on all ranks that the files of ``profile`` and ``memory_snapshot`` can be written; record memory.
+
+        Collective in the first call, if the configuration, which is equal on all ranks, has one of the two.
+        """
+        config = self.config
+        if config.profile is not None and self._profile is None:
+            self._profile = Profile(config.profile, config.profile_dir)
+        if config.memory_snapshot and not self._records_memory:
+            with all_or_none("record memory for memory_snapshot", ConfigError):
+                folder = Path(config.profile_dir)
+                check_writable(folder, dist.get_rank())
+                record_allocations(folder)
+            self._records_memory = True
 
     @collective
     def shard_sequence(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -484,6 +510,8 @@ class TrainingStrategy:
         state = self._state_of(model)
         # A schedule of an earlier optimizer of this model would neither set these rates, nor may it be saved with them.
         state.optimizer, state.scheduler, state.created_scheduler = optimizer, None, None
+        if self._profile is not None:
+            self._profile.reached(state.accumulation.steps)
         return optimizer
 
     def create_scheduler(self, optimizer: Optimizer, name: str, **kwargs: Any) -> LRScheduler:
@@ -650,6 +678,7 @@ class TrainingStrategy:
         state = self._state_of(model)
         if scheduler is not state.scheduler and isinstance(scheduler, LRScheduler):
             schedule_state(scheduler)  # refuse now what the first save would refuse
+        self._begin_profile()
         result = optimizer_step(
             optimizer,
             model,
@@ -662,6 +691,8 @@ class TrainingStrategy:
         )
         if result.stepped or result.skipped:
             state.optimizer, state.scheduler = optimizer, scheduler or state.schedule_of(optimizer)
+        if self._profile is not None:
+            self._profile.step(result)
         return result
 
     @collective
@@ -771,6 +802,10 @@ class TrainingStrategy:
             if averages[name] is not None:
                 averages[name] = self._ema(models[name], averages[name])
             averages[name] = averages[name] or state.ema
+        if isinstance(layout, Layout):
+            layout = layout.of_run(
+                batch_size=self.config.micro_train_batch_size, gradient_accumulation_steps=self.accumulated_gradient
+            )
         scales = {name: state.accumulation.scale for name, state in states.items()}
         path = save_checkpoint(
             model,
@@ -918,6 +953,8 @@ class TrainingStrategy:
             if restored is not None and isinstance(given, nn.Module):
                 restored.copy_to(given)
             compare_with_next_directories(models[name], self._states)
+            if self._profile is not None:
+                self._profile.loaded(of_model.step)
         return str(loaded.path), loaded.client_state
 
     @collective

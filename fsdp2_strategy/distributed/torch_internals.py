@@ -21,6 +21,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from unittest.mock import patch
@@ -555,6 +556,39 @@ def free_pinned_memory() -> None:
     """Release the pinned host memory that torch caches."""
     if hasattr(torch._C, "_host_emptyCache"):
         torch._C._host_emptyCache()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryRecorder:
+    """How torch records the allocations of a type of accelerator."""
+
+    record: Callable[[bool], None]
+    """Start to record, or stop."""
+    dump: Callable[[str], None]
+    """Write the recorded allocations and the current ones to a file."""
+    on_out_of_memory: Callable[[Callable[..., None]], None]
+    """Call a function when memory cannot be allocated, before torch raises; it cannot be removed."""
+
+
+def memory_recorder(device_type: str) -> MemoryRecorder | None:
+    """Return the functions that record allocations of a type of accelerator; None if torch does not have all."""
+    memory: Any = getattr(torch.get_device_module(device_type), "memory", None)
+    observe = getattr(torch._C, f"_{device_type}_attachOutOfMemoryObserver", None)
+    if observe is None or not (hasattr(memory, "_record_memory_history") and hasattr(memory, "_dump_snapshot")):
+        return None
+
+    def record(is_on: bool) -> None:
+        memory._record_memory_history("all" if is_on else None, stacks="python", max_entries=_RECORDED_ALLOCATIONS)
+
+    return MemoryRecorder(record=record, dump=memory._dump_snapshot, on_out_of_memory=observe)
+
+
+_RECORDED_ALLOCATIONS = 100_000
+
+
+def is_profiling() -> bool:
+    """Return whether torch's profiler records in this process."""
+    return torch.autograd.profiler._is_profiler_enabled
 
 
 def is_compiled(module: nn.Module) -> bool:

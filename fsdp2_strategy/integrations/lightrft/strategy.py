@@ -174,7 +174,7 @@ class LightRFTStrategy(FSDPV2Strategy):
     @property
     def inference_engine_status(self) -> EngineStatus:
         """Whether this rank's engine is awake; asleep if there is none."""
-        has_engine = self.inference_engine is not None
+        has_engine = self._rollout.engine is not None
         return EngineStatus.WAKEUP if has_engine and not self._rollout.is_asleep else EngineStatus.SLEEPED
 
     @collective
@@ -209,12 +209,12 @@ class LightRFTStrategy(FSDPV2Strategy):
         Raises:
             RolloutError: there is no engine on this rank; or see `generation.generate`.
         """
-        if self.inference_engine is None:
+        if self._rollout.engine is None:
             raise RolloutError(
                 "cannot generate: there is no inference engine on this rank, expected one. Call "
                 "setup_inference_engine first."
             )
-        engine, kind = self.inference_engine, self.inference_engine_type
+        engine, kind = self._rollout.engine, self.inference_engine_type
         return generate(engine, kind, sampling_params, token_ids=prompt_token_ids, inputs=multi_modal_inputs)
 
     _build_multimodal_inputs = staticmethod(prompts_with_media)
@@ -263,7 +263,7 @@ class LightRFTStrategy(FSDPV2Strategy):
             shared = [prompt for prompts in of_ranks for prompt in prompts]
             token_ids, inputs = (None, shared) if has_media else (shared, None)
             generated = None  # another rank has the engine
-            if self.inference_engine is not None or dist.get_world_size(self.engine_mp_group) == 1:
+            if self._rollout.engine is not None or dist.get_world_size(self.engine_mp_group) == 1:
                 generated = self.engine_generate_local(sampling_params, token_ids, inputs)
         with all_or_none("generate", RolloutError):
             outputs = _outputs_of_group(generated, self.engine_mp_group)

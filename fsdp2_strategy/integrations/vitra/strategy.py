@@ -101,7 +101,7 @@ class VLAFSDPStrategy(VLASettings, TrainingStrategy):
             ("batch_size", self.per_device_batch_size),
             ("gradient_accumulation_steps", self.grad_accumulation_steps),
         ):
-            if self.layout is not None and getattr(self.layout, name) != value:
+            if self.layout is not None and getattr(self.layout, name) not in (None, value):
                 raise ConfigError(
                     f"cannot configure: {name} of layout is {getattr(self.layout, name)}, expected {value}, as this "
                     f"strategy trains. Pass LeRobotLayout({name}={value})."
