@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from fsdp2_strategy.config.arguments import check_keywords, check_number
 from fsdp2_strategy.data.sampler import ResumableSampler
+from fsdp2_strategy.data.timed_loader import TimedLoader
 from fsdp2_strategy.distributed import collectives, memory
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.mesh import set_timeouts
@@ -237,7 +238,7 @@ class FSDPV2Strategy(TrainingStrategy):
                 consumed_samples=consumed_samples,
             )
         dataset: Dataset[Any] = replay_buffer  # type: ignore[assignment]
-        return DataLoader(
+        return TimedLoader(
             dataset, batch_size, sampler=sampler, drop_last=drop_last, collate_fn=collate_fn, pin_memory=pin_memory
         )
 

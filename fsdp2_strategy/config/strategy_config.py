@@ -39,7 +39,7 @@ _SWITCHES = (
     "memory_snapshot",
 )
 _SWITCHES_OR_NAMES = ("activation_checkpointing", "cast_inputs", "compile_blocks", "mixed_mm_data")
-_REALS = ("max_norm", "timeout_minutes", "wait_warning_seconds")
+_REALS = ("max_norm", "timeout_minutes", "wait_warning_seconds", "log_every_seconds", "peak_flops")
 _WORDS = ("reshard_after_forward",)
 _INTEGERS = (
     "seed",
@@ -53,6 +53,7 @@ _INTEGERS = (
     "reshard_after_forward",
     "min_unit_params",
     "prefetch_depth",
+    "log_every_steps",
 )
 MixedData = Literal["root", "dummy", "replicate"]
 """How to train if only some ranks have images in a batch: the field ``mixed_mm_data`` of `StrategyConfig`."""
@@ -195,6 +196,17 @@ class StrategyConfig:
     profile_dir: str | Path = "profile"
     """Directory of traces and memory snapshots, which every rank can write into."""
 
+    log_every_seconds: float = 30.0
+    """Rank 0 logs the numbers of the training (docs/metrics.md) about this often, and at the first step; 0: never. On a
+    terminal, a bar shows them."""
+
+    log_every_steps: int | None = None
+    """Log the numbers in every so many optimizer steps instead."""
+
+    peak_flops: float | None = None
+    """Peak of one device in FLOP/s for the dtype of computation, by which the MFU is computed; None: that of the data
+    sheet, if the device is known."""
+
     checkpoint_key_file: str | Path | None = None
     """Sign checkpoints with the key in this file, and load only checkpoints that it signed; see docs/checkpoints.md."""
 
@@ -224,7 +236,8 @@ class StrategyConfig:
         if isinstance(self.mixed_mm_data, bool):  # trainers pass a bool
             object.__setattr__(self, "mixed_mm_data", "root" if self.mixed_mm_data else None)
         for name in _REALS:
-            object.__setattr__(self, name, _real(name, getattr(self, name), allows_none=name == "wait_warning_seconds"))
+            allows_none = name in ("wait_warning_seconds", "peak_flops")
+            object.__setattr__(self, name, _real(name, getattr(self, name), allows_none=allows_none))
         for name in _SWITCHES:
             _check(name, getattr(self, name), isinstance(getattr(self, name), bool), "true or false")
         if not isinstance(self.compile_blocks, str):
@@ -234,7 +247,8 @@ class StrategyConfig:
         micro, size, reshard = self.micro_train_batch_size, self.shard_size, self.reshard_after_forward
         _check("micro_train_batch_size", micro, _is_int(micro, 1), "an integer of at least 1")
         self._check_parallel_sizes()
-        for name in ("train_batch_size", "gradient_accumulation_steps", "min_unit_params", "prefetch_depth"):
+        optional = ("train_batch_size", "gradient_accumulation_steps", "min_unit_params", "prefetch_depth")
+        for name in (*optional, "log_every_steps"):
             value = getattr(self, name)
             _check(name, value, value is None or _is_int(value, 1), "an integer of at least 1, or None")
         _check_expressions("ignored_modules", self.ignored_modules)
@@ -255,6 +269,9 @@ class StrategyConfig:
         self._check_files()
         limit = self.wait_warning_seconds
         _check("wait_warning_seconds", limit, limit is None or limit > 0, "more than 0, or None")
+        every, peak = self.log_every_seconds, self.peak_flops
+        _check("log_every_seconds", every, every >= 0, "at least 0", "0 logs no steps.")
+        _check("peak_flops", peak, peak is None or peak > 0, "more than 0, or None")
 
     def _read_text(self) -> None:
         """Set switches and numbers that are given as text to the values that they mean; see `text_values`."""
@@ -433,6 +450,11 @@ class StrategyConfig:
     def ranks_per_batch(self) -> int:
         """Return how many successive ranks get the same batch, because they share sequences or layers."""
         return self.sequence_parallel_size * self.tensor_parallel_size
+
+    @property
+    def logs_steps(self) -> bool:
+        """Return whether the numbers of steps are logged."""
+        return bool(self.log_every_seconds or self.log_every_steps)
 
     @property
     def effective_grad_sync(self) -> GradSync:

@@ -176,6 +176,11 @@ def mesh_of(param_group: FSDPParamGroup) -> Any:
     return param_group.mesh_info.mesh
 
 
+def device_of(param_group: FSDPParamGroup) -> torch.device:
+    """Return the device that a unit computes on."""
+    return param_group.device
+
+
 def parameters_of(param_group: FSDPParamGroup) -> list[Any]:
     """Return the parameters of a parameter group; see [Note: FSDP2's objects]."""
     return param_group.fsdp_params

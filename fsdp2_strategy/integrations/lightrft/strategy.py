@@ -41,6 +41,7 @@ from fsdp2_strategy.model.ranks import sequence_group_of
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.rollout import WeightUpdate
 from fsdp2_strategy.strategy import FSDPV2Strategy
+from fsdp2_strategy.tracking.step_log import Output
 
 ModelT = TypeVar("ModelT", bound=nn.Module | None)
 
@@ -120,6 +121,10 @@ class LightRFTStrategy(FSDPV2Strategy):
         self.broadcast_manager: BroadcastManager | None = None
         self.time_steps: Counter[str] = Counter()
         self._generations = 0
+
+    def _step_output(self) -> Output:
+        """LightRFT's trainers have bars of their own."""
+        return "lines"
 
     # --- models -------------------------------------------------------------------------------------------------------
 
