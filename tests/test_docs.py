@@ -49,6 +49,8 @@ NEEDS = {"tensor_parallel.md": needs_split_layers}
 
 ELSEWHERE = {
     "README.md": "test_the_readme_example_runs_and_resumes",
+    "index.md": "test_the_home_page_has_the_program_picture_and_figures_of_the_readme",
+    "coming_from_fsdp2.md": "test_both_programs_have_the_same_losses_and_weights_also_after_a_resume",
     "coming_from_vitra.md": "test_the_code_of_the_page_on_vitra_runs",  # VITRA cannot be installed
     "ray.md": "test_the_code_of_the_page_runs",  # of test_ray.py, which has started Ray
     "rollout.md": "test_the_first_program_of_the_page_on_rollouts_runs",  # several programs, and vLLM
@@ -266,6 +268,38 @@ def test_the_loops_of_the_pages_run_with_accumulation(page, tmp_path):
     code = code.replace("micro_train_batch_size=2", "micro_train_batch_size=2, gradient_accumulation_steps=2")
     run_blocks([blocks[0], code], page, {})  # the first block has the imports
     assert not Path("run/global_step0").exists()
+
+
+def test_the_home_page_has_the_program_picture_and_figures_of_the_readme():
+    readme, home = ROOT / "README.md", ROOT / "docs" / "index.md"
+    assert python_of(readme)[0].strip() == python_of(home)[0].strip()
+    lines = readme.read_text().replace("](docs/", "](").splitlines()
+    table = [line for line in lines[: lines.index("## Install")] if line.startswith(("|", "!["))]
+    assert len(table) == 6
+    assert set(table) <= set(home.read_text().splitlines())
+
+
+# --- width -----------------------------------------------------------------------------------------------------------
+
+
+def characters_at_1280():
+    """Return how many characters of a line of code fit between the sidebars, and into each of two columns without them.
+
+    The theme sets 1 rem to 20 pixels. A character of the widest of its fonts is 0.602 of the font's size.
+    """
+    lengths = re.findall(r"--([\w-]+): ([\d.]+)rem", (ROOT / "docs" / "site.css").read_text())
+    rem = {name: float(length) for name, length in lengths}
+    column = 1280 / 20 - 2 * rem["page-margin"]
+    widths = column - 2 * rem["sidebar-width"], (column - rem["column-gap"]) / 2
+    return [int((width - 2 * rem["code-padding"]) / (0.602 * rem["code-size"])) for width in widths]
+
+
+def test_code_on_pages_fits_into_a_window_of_1280_pixels():
+    wide, narrow = characters_at_1280()
+    assert wide >= 112
+    assert narrow >= 76, "the line length of docs/examples/comparison/ruff.toml"
+    lines = [(name_of(p), line) for p in PAGES for block in shown_blocks(p.read_text()) for line in block.splitlines()]
+    assert [(page, line) for page, line in lines if len(line) > wide] == []
 
 
 # --- commands --------------------------------------------------------------------------------------------------------

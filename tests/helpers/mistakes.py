@@ -114,7 +114,7 @@ often because the host's memory was full. |
 | The memory is full (CUDA out of memory). | `explain` prints the memory of each rank; [memory](memory.md) says which \
 settings change it. |
 | The loss is different on another number of ranks. | Parts have different sizes, which the loader warns of: use a \
-batch size that the ranks divide, or [`num_items_in_batch`](data.md#another-number-of-ranks-another-batch-size). Or \
+batch size that the ranks divide, or [`num_items`](data.md#another-number-of-ranks-another-batch-size). Or \
 dropout, whose random numbers depend on the rank. Sums in another order change the last digits. |
 | An error says "rank 1 did not make this call", and no condition is wrong. | Rank 1 was killed: see the exit code \
 that torchrun prints. |
