@@ -24,6 +24,8 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp2_strategy.cli import main
+
 pytestmark = [pytest.mark.full, pytest.mark.each]
 
 
@@ -213,6 +215,9 @@ def test_a_run_of_the_trainer_goes_on(tmp_path, run_on):
     Trainer(model=build("llama"), args=arguments, train_dataset=data).train()
     (tmp_path / "losses.json").write_text(json.dumps(losses[SAVED:]))
     run_on(3, resume, folder=tmp_path, name=f"checkpoint-{SAVED}", schedule="linear")
+    # The files have other names and another order than the parameters, whose state has numbers.
+    assert main(["convert", "--trust", "-q", str(tmp_path / f"checkpoint-{SAVED}"), str(tmp_path / "converted")]) == 0
+    run_on(2, resume, folder=tmp_path, name="converted", schedule="linear")
 
 
 def test_a_run_of_lightning_goes_on(tmp_path, run_on):

@@ -27,9 +27,10 @@ from fsdp2_strategy import sizes
 from fsdp2_strategy.checkpoint import directory
 from fsdp2_strategy.checkpoint.components import is_sidecar_of_model
 from fsdp2_strategy.checkpoint.deletion import delete_partial
-from fsdp2_strategy.checkpoint.foreign.contents import Contents, StoredOptimizer, plain, read_contents
+from fsdp2_strategy.checkpoint.foreign.contents import Contents, read_contents
 from fsdp2_strategy.checkpoint.foreign.parameter_ids import Parameter, name_parameters, named_optimizer
 from fsdp2_strategy.checkpoint.foreign.recognise import Foreign
+from fsdp2_strategy.checkpoint.foreign.stored_optimizer import StoredOptimizer, plain
 from fsdp2_strategy.checkpoint.foreign.tensors import StoredTensor, read_into
 from fsdp2_strategy.checkpoint.listing import PARTIAL, hidden_path
 from fsdp2_strategy.checkpoint.lock import acquire, release_all
