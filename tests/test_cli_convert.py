@@ -78,6 +78,24 @@ def test_a_small_limit_of_memory_converts_in_many_parts(written, tmp_path, monke
     assert len(list((tmp_path / "out/global_step3/model").glob("*.safetensors"))) > 3
 
 
+@pytest.mark.full
+def test_there_and_back_the_tensors_and_the_settings_are_the_same(written, tmp_path, capsys):
+    out, back, again = (str(tmp_path / name) for name in ("out", "back", "again"))
+    assert main(["convert", "--trust", str(written / "nested"), out]) == 0
+    assert main(["to-dcp", out, back]) == 0
+    assert main(["convert", "--trust", back, again]) == 0
+    capsys.readouterr()
+    assert main(["diff", out, again]) == 0
+    facts = []
+    for folder in (out, again):
+        assert main(["inspect", "--json", folder]) == 0
+        facts += json.loads(capsys.readouterr().out)
+    first, second = ({name: each[name] for name in ("step", "scheduler", "parameters")} for each in facts)
+    assert first == second
+    settings = [[dict(sorted(own.items())) for own in each["optimizer"]["settings"]] for each in facts]
+    assert all(own in settings[1] for own in settings[0])
+
+
 def test_ls_and_inspect_name_the_kind_the_step_and_the_command(written, capsys):
     assert main(["ls", str(written / "torchtitan")]) == 0
     [line] = capsys.readouterr().out.splitlines()
