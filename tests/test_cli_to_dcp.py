@@ -112,8 +112,8 @@ def test_a_small_limit_of_memory_makes_many_files(written, monkeypatch):
     """DCP's writer keeps in memory what a file has, until the file is complete."""
     monkeypatch.setattr("fsdp2_strategy.sizes.CONVERSION_BYTES", 20_000)
     assert main(["to-dcp", str(written / "ckpts"), str(written / "parts")]) == 0
-    file_sizes = [file.stat().st_size for file in (written / "parts").glob("*.distcp")]
-    assert len(file_sizes) > 10 and max(file_sizes) < 150_000, file_sizes
+    *file_sizes, _ = sorted(file.stat().st_size for file in (written / "parts").glob("*.distcp"))
+    assert len(file_sizes) > 10 and max(file_sizes) < 100_000, "except that of all values that are no tensors"
     with warnings.catch_warnings(action="ignore"):
         states = [build("llama", seed=seed).state_dict() for seed in (4, 5)]
         for state, folder in zip(states, ("dcp", "parts"), strict=True):
