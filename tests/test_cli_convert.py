@@ -73,8 +73,10 @@ def test_a_converted_run_goes_on_without_trust_and_with_the_losses_of_the_old_pr
 def test_a_small_limit_of_memory_converts_in_many_parts(written, tmp_path, monkeypatch):
     monkeypatch.setattr("fsdp2_strategy.sizes.CONVERSION_BYTES", 100)
     monkeypatch.setattr("fsdp2_strategy.sizes.MIN_FILE_LIMIT_BYTES", 5000)
+    (tmp_path / "out/.global_step3.partial/model").mkdir(parents=True)  # of a conversion that was killed
     assert main(["convert", "--trust", str(written / "nested"), str(tmp_path / "out")]) == 0
     assert verify_checkpoint(tmp_path / "out/global_step3").ok
+    assert not (tmp_path / "out/.global_step3.partial").exists()
     assert len(list((tmp_path / "out/global_step3/model").glob("*.safetensors"))) > 3
 
 

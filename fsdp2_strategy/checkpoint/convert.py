@@ -99,7 +99,7 @@ def convert_foreign(foreign: Foreign, target: Path, sidecars: Path | None, *, pr
             f"cannot convert {foreign.path}: it is {foreign.kind} without weights, expected those of a model. Pass the "
             "path of another checkpoint."
         )
-    if names_in(target):
+    if any(not name.startswith(".") for name in names_in(target)):  # a conversion that was killed leaves hidden files
         raise CheckpointError(f"cannot convert: {target} is not empty, expected a new directory. Name another one.")
     described = {name: (tensor.shape, tensor.dtype) for name, tensor in contents.weights.items()}
     if sidecars is not None:
@@ -110,6 +110,7 @@ def convert_foreign(foreign: Foreign, target: Path, sidecars: Path | None, *, pr
     nbytes = sum(map(_nbytes, [*contents.weights.values(), *(optimizer.tensors.values() if optimizer else ())]))
     directory.make_directory(target)
     acquire(target)
+    directory.delete_leftovers(target)
     partial = CheckpointPaths.of(hidden_path(target, tag, PARTIAL), "own")
     try:
         check_free_space(target, nbytes)
