@@ -73,9 +73,29 @@ def test_a_converted_run_goes_on_without_trust_and_with_the_losses_of_the_old_pr
 def test_a_small_limit_of_memory_converts_in_many_parts(written, tmp_path, monkeypatch):
     monkeypatch.setattr("fsdp2_strategy.sizes.CONVERSION_BYTES", 100)
     monkeypatch.setattr("fsdp2_strategy.sizes.MIN_FILE_LIMIT_BYTES", 5000)
+    (tmp_path / "out/.global_step3.partial/model").mkdir(parents=True)  # of a conversion that was killed
     assert main(["convert", "--trust", str(written / "nested"), str(tmp_path / "out")]) == 0
     assert verify_checkpoint(tmp_path / "out/global_step3").ok
+    assert not (tmp_path / "out/.global_step3.partial").exists()
     assert len(list((tmp_path / "out/global_step3/model").glob("*.safetensors"))) > 3
+
+
+@pytest.mark.full
+def test_there_and_back_the_tensors_and_the_settings_are_the_same(written, tmp_path, capsys):
+    out, back, again = (str(tmp_path / name) for name in ("out", "back", "again"))
+    assert main(["convert", "--trust", str(written / "nested"), out]) == 0
+    assert main(["to-dcp", out, back]) == 0
+    assert main(["convert", "--trust", back, again]) == 0
+    assert main(["diff", "-q", out, again]) == 0
+    capsys.readouterr()
+    facts = []
+    for folder in (out, again):
+        assert main(["inspect", "--json", folder]) == 0
+        facts += json.loads(capsys.readouterr().out)
+    first, second = ({name: each[name] for name in ("step", "scheduler", "parameters")} for each in facts)
+    assert first == second
+    settings = [[dict(sorted(own.items())) for own in each["optimizer"]["settings"]] for each in facts]
+    assert all(own in settings[1] for own in settings[0])
 
 
 def test_ls_and_inspect_name_the_kind_the_step_and_the_command(written, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -104,6 +105,20 @@ def test_plain_torch_resumes_the_run_with_its_losses(written, run_on):
 def test_plain_torch_resumes_on_one_rank_and_with_the_flat_state_of_the_optimizer(written, run_on):
     run_on(1, resume_plainly, folder=written)
     run_on(2, resume_plainly, folder=written, flat=True)
+
+
+@pytest.mark.full
+def test_a_small_limit_of_memory_makes_many_files(written, monkeypatch):
+    """DCP's writer keeps in memory what a file has, until the file is complete."""
+    monkeypatch.setattr("fsdp2_strategy.sizes.CONVERSION_BYTES", 20_000)
+    assert main(["to-dcp", str(written / "ckpts"), str(written / "parts")]) == 0
+    *file_sizes, _ = sorted(file.stat().st_size for file in (written / "parts").glob("*.distcp"))
+    assert len(file_sizes) > 10 and max(file_sizes) < 100_000, "except that of all values that are no tensors"
+    with warnings.catch_warnings(action="ignore"):
+        states = [build("llama", seed=seed).state_dict() for seed in (4, 5)]
+        for state, folder in zip(states, ("dcp", "parts"), strict=True):
+            dcp.load({"model": state}, checkpoint_id=written / folder, no_dist=True)
+    assert all(torch.equal(states[0][name], value) for name, value in states[1].items())
 
 
 @pytest.mark.full

@@ -16,6 +16,7 @@ from helpers.foreign import SAVED, STEPS, Program, decay, loss_at, mean_loss, sa
 from helpers.models import build, next_token_loss
 from helpers.training import strategy_for
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     ShardedOptimStateDictConfig,
@@ -23,6 +24,8 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 from torch.nn.parallel import DistributedDataParallel
+
+from fsdp2_strategy.cli import main
 
 pytestmark = [pytest.mark.full, pytest.mark.each]
 
@@ -97,6 +100,30 @@ def write_with_fsdp1(folder):
     continue_and_record(folder, program)
 
 
+def write_with_flat_parameters(folder):
+    """As verl 0.9.1 with FSDP1: weights are DTensors, and the optimizer has the shards of flattened parameters."""
+    wrapped = FullyShardedDataParallel(
+        build("llama"),
+        auto_wrap_policy=lambda module, recurse, nonwrapped_numel: recurse or "DecoderLayer" in type(module).__name__,
+        device_id=torch.device("cpu"),
+        device_mesh=init_device_mesh("cpu", (dist.get_world_size(),)),
+    )
+    program = Program(wrapped, lambda _name, _parameter: True)
+    program.train(range(SAVED))
+    path = folder / f"global_step_{SAVED}" / "actor"
+    path.mkdir(parents=True, exist_ok=True)
+    suffix = f"world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt"
+    options = ShardedStateDictConfig(), ShardedOptimStateDictConfig()
+    with (
+        warnings.catch_warnings(action="ignore"),
+        FullyShardedDataParallel.state_dict_type(wrapped, StateDictType.SHARDED_STATE_DICT, *options),
+    ):
+        torch.save(wrapped.state_dict(), path / f"model_{suffix}")
+        torch.save(program.optimizer.state_dict(), path / f"optim_{suffix}")
+    torch.save({"lr_scheduler": program.scheduler.state_dict(), "rng": {}}, path / f"extra_state_{suffix}")
+    continue_and_record(folder, program)
+
+
 def write_with_ddp(folder):
     program = Program(DistributedDataParallel(build("llama")))
     program.train(range(SAVED))
@@ -162,7 +189,8 @@ def resume(folder, name, schedule=None):
         strategy.optimizer_step(optimizer, model, scheduler)
         losses.append(mean_loss(loss))
     assert losses == pytest.approx(json.loads((folder / "losses.json").read_text()), rel=2e-5)
-    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.2, 0.0}
+    decays = {group["weight_decay"] for group in optimizer.param_groups}
+    assert decays == ({0.2} if name.startswith("global_step") else {0.2, 0.0})
 
 
 LIBRARY = {write_with_torchtitan: "torchtitan", write_with_accelerate: "accelerate"}
@@ -170,6 +198,7 @@ WRITTEN = {
     write_with_torchtitan: ("checkpoint", "checkpoint/step-3"),
     write_with_accelerate: ("SHARDED_True", "SHARDED_False", "FULL_True"),
     write_with_fsdp1: ("dcp", "per_rank"),
+    write_with_flat_parameters: (f"global_step_{SAVED}",),
     write_with_ddp: ("last.pt",),
 }
 
@@ -213,6 +242,9 @@ def test_a_run_of_the_trainer_goes_on(tmp_path, run_on):
     Trainer(model=build("llama"), args=arguments, train_dataset=data).train()
     (tmp_path / "losses.json").write_text(json.dumps(losses[SAVED:]))
     run_on(3, resume, folder=tmp_path, name=f"checkpoint-{SAVED}", schedule="linear")
+    # The files have other names and another order than the parameters, whose state has numbers.
+    assert main(["convert", "--trust", "-q", str(tmp_path / f"checkpoint-{SAVED}"), str(tmp_path / "converted")]) == 0
+    run_on(2, resume, folder=tmp_path, name="converted", schedule="linear")
 
 
 def test_a_run_of_lightning_goes_on(tmp_path, run_on):

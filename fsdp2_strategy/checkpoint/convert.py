@@ -27,9 +27,10 @@ from fsdp2_strategy import sizes
 from fsdp2_strategy.checkpoint import directory
 from fsdp2_strategy.checkpoint.components import is_sidecar_of_model
 from fsdp2_strategy.checkpoint.deletion import delete_partial
-from fsdp2_strategy.checkpoint.foreign.contents import Contents, StoredOptimizer, plain, read_contents
+from fsdp2_strategy.checkpoint.foreign.contents import Contents, read_contents
 from fsdp2_strategy.checkpoint.foreign.parameter_ids import Parameter, name_parameters, named_optimizer
 from fsdp2_strategy.checkpoint.foreign.recognise import Foreign
+from fsdp2_strategy.checkpoint.foreign.stored_optimizer import StoredOptimizer, plain
 from fsdp2_strategy.checkpoint.foreign.tensors import StoredTensor, read_into
 from fsdp2_strategy.checkpoint.listing import PARTIAL, hidden_path
 from fsdp2_strategy.checkpoint.lock import acquire, release_all
@@ -98,7 +99,7 @@ def convert_foreign(foreign: Foreign, target: Path, sidecars: Path | None, *, pr
             f"cannot convert {foreign.path}: it is {foreign.kind} without weights, expected those of a model. Pass the "
             "path of another checkpoint."
         )
-    if names_in(target):
+    if any(not name.startswith(".") for name in names_in(target)):  # a conversion that was killed leaves hidden files
         raise CheckpointError(f"cannot convert: {target} is not empty, expected a new directory. Name another one.")
     described = {name: (tensor.shape, tensor.dtype) for name, tensor in contents.weights.items()}
     if sidecars is not None:
@@ -109,6 +110,7 @@ def convert_foreign(foreign: Foreign, target: Path, sidecars: Path | None, *, pr
     nbytes = sum(map(_nbytes, [*contents.weights.values(), *(optimizer.tensors.values() if optimizer else ())]))
     directory.make_directory(target)
     acquire(target)
+    directory.delete_leftovers(target)
     partial = CheckpointPaths.of(hidden_path(target, tag, PARTIAL), "own")
     try:
         check_free_space(target, nbytes)

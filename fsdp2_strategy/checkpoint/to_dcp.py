@@ -7,24 +7,28 @@ Input: an open checkpoint. Output: a folder of ``.distcp`` files with this state
 
 [Note: tensors on demand] DCP plans a save from names, shapes and dtypes, and asks its planner for the values of a
 tensor when it writes that tensor. So the state dict has tensors on meta, and the planner reads each from the checkpoint
-in turn: one is in memory at a time.
+in turn. DCP's writer keeps the tensors of a file until it has written all of it, so there are many files, each of which
+has at most ``sizes.CONVERSION_BYTES`` or one tensor.
 """
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
+from fsdp2_strategy import sizes
 from fsdp2_strategy.checkpoint.listing import models_in
 from fsdp2_strategy.checkpoint.paths import EMA, OPTIMIZER
 from fsdp2_strategy.checkpoint.reader import Opened
@@ -95,9 +99,37 @@ def write_dcp(opened: Opened, state: DcpState, target: Path, *, progress: bool) 
             )
         with convert_dcp_errors():
             # One thread: an error in one of several would be lost, and with it the tensor.
-            writer = FileSystemWriter(staged.path, thread_count=1)
+            writer = _Writer(staged.path, thread_count=1)
             save(state.content, storage_writer=writer, planner=_Planner(state.reads, reader), no_dist=True)
         staged.publish()
+
+
+class _Writer(FileSystemWriter):
+    """Write files of limited size, one after the other; see [Note: tensors on demand]."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write all items of a plan."""
+        results: list[WriteResult] = []
+        for number, items in enumerate(_groups(plan.items)):
+            prefix = replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{number}_")
+            results += super().write_data(replace(plan, items=items, storage_data=prefix), planner).wait()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+
+def _groups(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
+    """Split the items of a plan into those of each file."""
+    group: list[WriteItem] = []
+    nbytes = 0
+    for item in items:
+        group.append(item)
+        if (tensor := item.tensor_data) is not None:
+            nbytes += tensor.size.numel() * tensor.properties.dtype.itemsize
+        if nbytes > sizes.CONVERSION_BYTES:
+            yield group
+            group, nbytes = [], 0
+    yield group
 
 
 class _Planner(DefaultSavePlanner):

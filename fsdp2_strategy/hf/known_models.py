@@ -40,7 +40,8 @@ def build_known(folder: Path) -> nn.Module | None:
     try:
         with init_on_meta():
             model: nn.Module = kind._from_config(kind.config_class.from_dict(dict(config)))
-            return model
+        model.config = kind.config_class.from_dict(dict(config))  # the constructor has changed dtypes in the other
+        return model
     except (AttributeError, ImportError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(
             f"cannot build {names[0]} from {folder / CONFIG}: {error}. Use the version of transformers that wrote it."

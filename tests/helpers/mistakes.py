@@ -1524,7 +1524,7 @@ def a_folder_of_weights(folder):
     "Create the optimizer with the groups of the saved program; or save by name with `get_optimizer_state_dict`.",
 )
 def numbers_of_parameters_in_unknown_groups(folder):
-    theirs = torch.nn.ModuleDict({name: torch.nn.LayerNorm(4) for name in ("first", "last")})
+    theirs = torch.nn.Sequential(torch.nn.LayerNorm(4), torch.nn.LayerNorm(4))
     named = list(theirs.named_parameters())
     optimizer = torch.optim.AdamW([{"params": [p for _, p in named[:2]]}, {"params": [p for _, p in named[2:]]}])
     sum(p.sum() for p in theirs.parameters()).backward()

@@ -44,19 +44,9 @@ _MODEL_KEYS = (
     "weights",
     "params",
 )
-_STEP_KEYS = (
-    "global_step",
-    "global_steps",
-    "step",
-    "steps",
-    "iteration",
-    "iter",
-    "iter_num",
-    "train_steps",
-    "num_steps",
-)
+_STEP_KEYS = ("global_step", "global_steps", "step", "iteration", "iter", "iter_num")
 _AVERAGES = re.compile(r"(^|_)(ema|average|averages|shadow)(_|$)", re.IGNORECASE)
-_OF_RANK = re.compile(r"dataloader|sampler|rng|random|callbacks|loops", re.IGNORECASE)
+_WITHOUT_STEP = re.compile(r"dataloader|sampler|rng|random|callbacks|loops|config|args|param", re.IGNORECASE)
 """Keys below which no step of the run is looked for."""
 
 
@@ -137,7 +127,7 @@ def read_contents(foreign: Foreign, wanted: Collection[str] = ()) -> Contents:
         weights=weights,
         optimizer=optimizer,
         schedule=schedule,
-        step=foreign.number if found is None else found,
+        step=found or 0,
         is_step_recorded=found is not None,
         client_state=client_state,
         others=others,
@@ -194,7 +184,7 @@ def _recorded_step(tree: Tree) -> int | None:
                 value = plain(node.get(key))
                 if isinstance(value, int | float) and not isinstance(value, bool) and int(value) == value:
                     return int(value)
-        level = [v for n in level for k, v in n.items() if isinstance(v, dict) and not _OF_RANK.search(str(k))]
+        level = [v for n in level for k, v in n.items() if isinstance(v, dict) and not _WITHOUT_STEP.search(str(k))]
         level = [node for node in level if not any(isinstance(v, StoredTensor) and v.shape for v in node.values())]
     return None
 
@@ -293,7 +283,7 @@ def _client_state(tree: Tree, taken: set[Keys]) -> tuple[dict[str, Any], tuple[s
             if isinstance(value, dict):
                 if (inner := kept(value, here)) or not value:
                     found[key] = inner
-            elif isinstance(value, StoredTensor) and value.shape not in ((), (1,)):
+            elif isinstance(value, StoredTensor) and not value.is_number:
                 others.append(".".join(map(str, here)))
             elif _is_plain(own := plain(value)):
                 found[key] = own

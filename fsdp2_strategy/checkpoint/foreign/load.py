@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.checkpoint.foreign.contents import Contents, read_contents
+from fsdp2_strategy.checkpoint.foreign.flat_parameters import without_flat_parameters
 from fsdp2_strategy.checkpoint.foreign.parameter_ids import OwnGroup, Parameter, name_parameters
 from fsdp2_strategy.checkpoint.foreign.sources import Foreign
 from fsdp2_strategy.checkpoint.foreign.stored_optimizer import StoredOptimizer, plain
@@ -204,6 +206,8 @@ def _match_optimizer(
         OwnGroup(frozenset(names.get(id(p), "") for p in group["params"]), group) for group in optimizer.param_groups
     ]
     parameters = [Parameter(n, tuple(p.shape), p.requires_grad) for n, p in named_parameters(root).items()]
+    units = [clean(name) for name, module in root.named_modules() if name and isinstance(module, FSDPModule)]
+    stored = without_flat_parameters(stored, parameters, units)
     stored = name_parameters(stored, parameters, path, own_groups)
     tensors = {
         f"state.{name}.{key}": value

@@ -78,14 +78,14 @@ class Foreign:
 
     @property
     def step(self) -> int:
-        """The step as far as names and JSON tell, else the number at the end of the name, else 0."""
-        return self.number if self.named_step is None else self.named_step
+        """The step as far as names and JSON tell, else 0."""
+        return self.named_step or 0
 
     @property
-    def number(self) -> int:
-        """The number at the end of the name, by which checkpoints in one directory are ordered; 0 without one."""
+    def order(self) -> tuple[int, int]:
+        """The step, then the number at the end of the name: by these, checkpoints in one directory are ordered."""
         match = re.search(r"(\d+)$", self.path.stem if self.path.suffix in PICKLES else self.path.name)
-        return int(match[1]) if match else 0
+        return self.step, int(match[1]) if match else 0
 
     @property
     def needs_trust(self) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp2_strategy.checkpoint.foreign.tensors import StoredTensor, Tree
+from fsdp2_strategy.checkpoint.foreign.tensors import StoredTensor, Tree, values_of
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.model.names import clean
 
@@ -58,8 +58,10 @@ class StoredOptimizer:
 
     def last_step(self) -> int:
         """Return the largest number of steps of a parameter; 0 if the state has none."""
-        steps = [plain(state["step"]) for state in self.state.values() if "step" in state]
-        return max((int(step) for step in steps if isinstance(step, int | float)), default=0)
+        steps = [state["step"] for state in self.state.values() if "step" in state]
+        stored = [step for step in steps if isinstance(step, StoredTensor) and step.is_number]
+        numbers = [step for step in steps if isinstance(step, int | float)] + values_of(stored)
+        return max(map(int, numbers), default=0)
 
 
 def take_optimizers(tree: Tree, path: Keys) -> Iterator[StoredOptimizer]:
@@ -156,7 +158,7 @@ def short_names(optimizer: StoredOptimizer, wanted: Iterable[str]) -> dict[str, 
 
 def plain(value: Any) -> Any:
     """Return the value of a tensor with one element; other values as they are."""
-    return value.value() if isinstance(value, StoredTensor) and value.shape in ((), (1,)) else value
+    return values_of([value])[0] if isinstance(value, StoredTensor) and value.is_number else value
 
 
 def prefix_of(stored: Iterable[str], wanted: set[str], preferred: Keys = ()) -> str:

@@ -53,11 +53,10 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def value(self) -> Any:
-        """Return the value of a tensor with one element as a number."""
-        tensor = torch.empty(self.shape, dtype=self.dtype)
-        read_into([(self, tensor)], no_dist=True)
-        return tensor.item()
+    @property
+    def is_number(self) -> bool:
+        """Whether it has one element, and so is the value of a setting or a counter."""
+        return self.shape in ((), (1,))
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +64,8 @@ class PickledTensor(StoredTensor):
     """A tensor in files of ``torch.save``, as boxes of the full tensor."""
 
     parts: tuple[tuple[Box, torch.Tensor], ...]
+    of_ranks: tuple[torch.Tensor, ...] = ()
+    """The tensor of each rank's file, if these are plain tensors in several files."""
 
     def copy_to(self, target: torch.Tensor) -> None:
         """Copy the elements that this rank holds of a tensor."""
@@ -113,6 +114,13 @@ def read_into(pairs: Sequence[tuple[StoredTensor, torch.Tensor]], *, no_dist: bo
             reader.read(requests)
     for folder, state in of_folder.items():
         _load_dcp(folder, dict(state), no_dist=no_dist)
+
+
+def values_of(tensors: Sequence[StoredTensor]) -> list[Any]:
+    """Return the values of tensors with one element as numbers; not collective."""
+    read = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
+    read_into(list(zip(tensors, read, strict=True)), no_dist=True)
+    return [tensor.item() for tensor in read]
 
 
 def _load_dcp(folder: Path, state: dict[str, Any], *, no_dist: bool) -> dict[str, Any]:
@@ -239,7 +247,8 @@ def _tensor_of(of_ranks: Sequence[Any], where: Path) -> PickledTensor:
     else:
         shape, dtype = tuple(first.shape), first.dtype
         parts = [(tuple((0, length) for length in shape), first.detach())]
-    tensor = PickledTensor(shape, dtype, tuple(parts))
+    is_plain = len(of_ranks) > 1 and not isinstance(first, PickledShards | DTensor)
+    tensor = PickledTensor(shape, dtype, tuple(parts), tuple(of_ranks) if is_plain else ())
     _check_covered(tensor, where)
     return tensor
 
