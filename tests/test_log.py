@@ -47,6 +47,23 @@ def test_the_level_is_what_the_program_says(before, arguments, shows):
     assert ("strategy on 1 rank: bf16 = False" in err) == shows, err
 
 
+@pytest.mark.full
+def test_a_program_that_configures_logging_later_has_each_record_once():
+    code = """
+import logging
+from fsdp2_strategy import FSDPV2Strategy
+with FSDPV2Strategy(bf16=False) as strategy:
+    pass
+logging.basicConfig(level=logging.INFO)
+with FSDPV2Strategy(bf16=False, seed=1) as strategy:
+    pass
+"""
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    lines = [line for line in done.stderr.splitlines() if "strategy on 1 rank" in line]
+    assert len(lines) == 2 and lines[1].startswith("INFO:fsdp2_strategy:strategy on 1 rank: seed = 1"), done.stderr
+
+
 def test_changes_are_the_settings_that_differ_from_their_defaults():
     assert StrategyConfig().changes() == ""
     assert StrategyConfig(max_norm=1.0, bf16=False).changes() == "max_norm = 1.0, bf16 = False"
