@@ -486,7 +486,7 @@ class FSDPV2Strategy(TrainingStrategy):
     @collective
     def setup_inference_engine(
         self, args: object = None, engine_type: str | RolloutEngine = "vllm", actor: nn.Module | None = None
-    ) -> RolloutEngine:
+    ) -> RolloutEngine | None:
         """Build the inference engine, and load an actor's weights into it; collective.
 
         If the option ``enable_engine_sleep`` is true, the engine is then put to sleep.
@@ -502,7 +502,7 @@ class FSDPV2Strategy(TrainingStrategy):
             actor: the model whose weights are loaded; with None, no weights are loaded.
 
         Returns:
-            `inference_engine`: the engine, or on ranks without one, an object that is false.
+            The engine; None on ranks without an engine.
 
         Raises:
             RolloutError: on every rank, if ``engine_type`` is unknown, if the engine cannot be built, or if it did not
@@ -512,7 +512,7 @@ class FSDPV2Strategy(TrainingStrategy):
         if actor is not None:
             self.update_engine_weights(actor)
         self.maybe_sleep_inference_engine()
-        return self.inference_engine
+        return self._rollout.engine
 
     @collective
     def update_engine_weights(
