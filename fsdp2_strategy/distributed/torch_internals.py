@@ -19,7 +19,7 @@ import gc
 import operator
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,6 +29,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
@@ -600,6 +601,11 @@ def is_compiled(module: nn.Module) -> bool:
     """Return whether the call or the forward of a module was compiled by ``torch.compile``."""
     is_wrapper = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
     return is_wrapper or module._compiled_call_impl is not None
+
+
+def has_fake_tensors(types: Iterable[type]) -> bool:
+    """Return whether an operator gets fake tensors: DTensor infers shapes with them, and nothing is computed."""
+    return any(issubclass(each, FakeTensor) for each in types)
 
 
 def is_in_backward() -> bool:

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from fsdp2_strategy.distributed.log import log
-from fsdp2_strategy.distributed.torch_internals import is_compiled
+from fsdp2_strategy.distributed.torch_internals import TorchDispatchMode, has_fake_tensors, is_compiled
 
 
 class FlopCount:
@@ -59,6 +59,8 @@ class FlopCount:
 class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Add the FLOPs of each operator to a `FlopCount`; see [Note: FLOPs]."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, count: FlopCount, *, is_backward: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._count, self._is_backward = count, is_backward
@@ -71,13 +73,16 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operator, and count it; a tensor subclass, such as a DTensor, runs it on its local tensors first."""
-        if any(issubclass(each, torch.Tensor) and each.__torch_dispatch__ not in _PLAIN for each in types):
+        """Run an operator, and count it; a DTensor runs it on local tensors, which come here."""
+        if DTensor in types:
             return NotImplemented
         kwargs = kwargs or {}
         out = operator(*args, **kwargs)
-        formula = _FORMULAS.get(getattr(operator, "_overloadpacket", operator))
-        if formula is not None and not self._count.has_failed:
+        packet = getattr(operator, "_overloadpacket", None)
+        formula = _FORMULAS.get(operator if packet is None else packet)
+        if formula is None and packet is None:  # of higher order: the operators that it runs do not come here
+            self._count.has_failed = True
+        if formula is not None and not self._count.has_failed and not has_fake_tensors(types):
             try:
                 flops = int(formula(*args, **kwargs, out_val=out))
             except Exception as error:  # noqa: BLE001  the program's step must not depend on it
@@ -101,9 +106,6 @@ def can_count(model: nn.Module) -> bool:
 def can_separate_recomputation(model: nn.Module, *, recomputes: bool) -> bool:
     """Return whether recomputation is known: compiled code recomputes with gradients off."""
     return not (recomputes and any(map(is_compiled, model.modules())))
-
-
-_PLAIN = (torch.Tensor.__torch_dispatch__, nn.Parameter.__torch_dispatch__)
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:

@@ -121,7 +121,7 @@ class FSDP2Trainer(Trainer):
         return samples, num_items
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log the trainer's numbers, and with those of training steps the strategy's (docs/metrics.md)."""
+        """Log the trainer's numbers, and with those of training steps the strategy's; not collective."""
         if "loss" in logs:
             logs = self.strategy.take_step_numbers(self.model) | logs
         super().log(logs, start_time)
