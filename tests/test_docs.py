@@ -8,6 +8,7 @@ import dataclasses
 import doctest
 import importlib
 import importlib.util
+import inspect
 import itertools
 import os
 import pkgutil
@@ -28,8 +29,10 @@ import pytest
 from helpers.versions import needs_split_layers
 
 import fsdp2_strategy
-from fsdp2_strategy import StrategyConfig
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
 from fsdp2_strategy.cli import parser
+from fsdp2_strategy.optim.groups import build_optimizer
+from fsdp2_strategy.optim.schedule import build_scheduler
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -220,8 +223,6 @@ def test_the_code_of_the_page_on_vitra_runs(tmp_path):
     import torch
     from torch import nn
 
-    from fsdp2_strategy import FSDPV2Strategy
-
     os.chdir(tmp_path)
     builder = types.ModuleType("vitra.models.vla_builder")
     builder.build_vla = lambda config: nn.Linear(config["inputs"], 1)
@@ -294,10 +295,14 @@ def characters_at_1280():
     return [int((width - 2 * rem["code-padding"]) / (0.602 * rem["code-size"])) for width in widths]
 
 
+def line_length(file):
+    return int(re.search(r"^line-length = (\d+)", (ROOT / file).read_text(), re.MULTILINE)[1])
+
+
 def test_code_on_pages_fits_into_a_window_of_1280_pixels():
     wide, narrow = characters_at_1280()
-    assert wide >= 112
-    assert narrow >= 76, "the line length of docs/examples/comparison/ruff.toml"
+    assert wide >= line_length("pyproject.toml"), "ruff formats the Python on pages"
+    assert narrow >= line_length("docs/examples/comparison/ruff.toml")
     lines = [(name_of(p), line) for p in PAGES for block in shown_blocks(p.read_text()) for line in block.splitlines()]
     assert [(page, line) for page, line in lines if len(line) > wide] == []
 
@@ -425,6 +430,21 @@ def test_the_table_of_fields_is_the_configurations():
         if f.name != "extra"
     ]  # fmt: skip
     assert [(name, default.strip()) for name, default in rows] == expected
+
+
+@pytest.mark.parametrize("name", ["coming_from_torchtitan.md", "coming_from_accelerate.md"])
+def test_the_lines_and_settings_that_idioms_become_exist(name):
+    page = (ROOT / "docs" / name).read_text().partition("## Batch size")[0]
+    methods = {each: getattr(FSDPV2Strategy, each) for each in dir(FSDPV2Strategy) if not each.startswith("_")}
+    attributes = {*methods, "world_size", "accumulated_gradient", "config"}
+    assert set(re.findall(r"\bstrategy\.(\w+)", page)) <= attributes
+    calls = [*filter(callable, methods.values()), build_optimizer, build_scheduler]
+    parameters = {parameter for call in calls for parameter in inspect.signature(call).parameters}
+    known = {field.name for field in dataclasses.fields(StrategyConfig)} | attributes | parameters | {"from_pretrained"}
+    here = "".join(re.findall(r"^\| [^|]+ \| ([^|]+) \|$", page.partition("## Keys")[2], re.MULTILINE))
+    settings = set(re.findall(r"`(\w+)[`=(]", here))
+    assert settings <= known
+    assert len(settings) > 20 or "## Keys" not in page
 
 
 def test_the_picture_of_the_architecture_has_the_layers_of_the_package():

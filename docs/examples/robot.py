@@ -138,8 +138,7 @@ def plot(losses: list[dict[str, float]], successes: list[dict[str, float]], kill
     zoom.plot(*zip(*before[-shown:], strict=True), color="#c9c9c9", linewidth=5)
     zoom.plot(*zip(*after[:shown], strict=True), color="#d1495b", linewidth=1.2)
     zoom.axvline(kill, color="#333333", linewidth=1, linestyle=":")
-    title = f"{repeated} steps repeated: before the kill (grey), resumed (red), bitwise equal"
-    zoom.set_title(title, fontsize=7.5, loc="left")
+    zoom.set_title(f"{repeated} repeated steps: bitwise equal losses", fontsize=8, loc="left")
     zoom.tick_params(labelsize=7)
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=130, metadata={"Software": None})
