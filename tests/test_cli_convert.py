@@ -17,6 +17,7 @@ from helpers.training import prepared, strategy_for, train
 
 from fsdp2_strategy import verify_checkpoint
 from fsdp2_strategy.cli import main
+from fsdp2_strategy.errors import CheckpointError
 
 KINDS = [write.__name__ for write in WRITERS]
 USUAL = {"torchtitan": 3, "whole_numbered": 2}
@@ -73,7 +74,8 @@ def test_a_converted_run_goes_on_without_trust_and_with_the_losses_of_the_old_pr
 def test_a_small_limit_of_memory_converts_in_many_parts(written, tmp_path, monkeypatch):
     monkeypatch.setattr("fsdp2_strategy.sizes.CONVERSION_BYTES", 100)
     monkeypatch.setattr("fsdp2_strategy.sizes.MIN_FILE_LIMIT_BYTES", 5000)
-    (tmp_path / "out/.global_step3.partial/model").mkdir(parents=True)  # of a conversion that was killed
+    for name in ("rng", "model"):  # of a conversion that was killed
+        (tmp_path / "out/.global_step3.partial" / name).mkdir(parents=True)
     assert main(["convert", "--trust", str(written / "nested"), str(tmp_path / "out")]) == 0
     assert verify_checkpoint(tmp_path / "out/global_step3").ok
     assert not (tmp_path / "out/.global_step3.partial").exists()
@@ -135,6 +137,19 @@ def test_ls_of_other_systems_does_not_import_torch(written):
         command = [sys.executable, "-c", code, "ls", str(written / wrote)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0 and "fsdp2-strategy convert" in done.stdout, done
+
+
+@pytest.mark.full
+def test_a_conversion_that_fails_leaves_nothing_and_can_be_repeated(written, tmp_path, monkeypatch):
+    def fail(*_arguments, **_named):
+        raise CheckpointError("the disk is full")
+
+    source, target = str(written / "nested"), tmp_path / "out"
+    with monkeypatch.context() as patched:
+        patched.setattr("fsdp2_strategy.checkpoint.convert._copy_sidecars", fail)
+        assert main(["convert", "--trust", source, str(target)]) == 2
+    assert not [path for path in target.iterdir() if path.is_dir()]
+    assert main(["convert", "--trust", source, str(target)]) == 0
 
 
 def save_own(folder):

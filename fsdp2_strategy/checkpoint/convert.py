@@ -114,6 +114,8 @@ def convert_foreign(foreign: Foreign, target: Path, sidecars: Path | None, *, pr
     partial = CheckpointPaths.of(hidden_path(target, tag, PARTIAL), "own")
     try:
         check_free_space(target, nbytes)
+        for name in (RNG, CHECKSUMS):  # first: they show that the directory is ours, which may be deleted
+            (partial.state / name).mkdir(parents=True)
         with Progress("converting", nbytes, is_shown=progress) as shown:
             metadata = CONVERTED if contents.has_safetensors else ROOT_NAMES
             blocks = _write_tensors(partial.model, "model", contents.weights, metadata, shown)
@@ -280,8 +282,6 @@ def _commit(partial: CheckpointPaths, tag: str, step: int, blocks: Blocks) -> No
     """Write the random state and the checksums, and commit the checkpoint."""
     seed_everything(derive_seed(_SEED, step, 0, 1))
     rng = partial.rank_file(RNG, 0)
-    for folder in (rng.parent, partial.state / CHECKSUMS):
-        folder.mkdir(parents=True)
     content = rng_content()
     write_bytes(rng, content)
     blocks[rng] = list(blocks_of(content))

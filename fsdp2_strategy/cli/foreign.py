@@ -44,7 +44,7 @@ def foreign_at(path: Path, known: Collection[Path]) -> tuple[list[Foreign], dict
             found.append(foreign)
             if each == path:
                 break
-    return sorted(found, key=lambda foreign: (foreign.step, foreign.path.name)), problems
+    return sorted(found, key=lambda foreign: (foreign.order, foreign.path.name)), problems
 
 
 def newest_foreign(path: Path, tag: str | None, action: str, *, trust: bool) -> Foreign:
@@ -66,7 +66,7 @@ def facts_of(foreign: Foreign) -> dict[str, Any]:
     return {
         "path": str(foreign.path),
         "written_by": foreign.kind,
-        "step": foreign.step if foreign.named_step is not None or foreign.number else None,
+        "step": foreign.named_step,
         "bytes": sum(each.stat().st_size for each in _files_of(foreign) if exists(each)),
         "saved": time_text(saved),
         "needs_trust": foreign.needs_trust,
