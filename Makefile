@@ -7,7 +7,6 @@
 # make big        runs of a real size, 16 GB
 # make dist       the files of a release, for a package index
 # make sweep      further cases of tests, and all model types of transformers: longer than CI has time for
-# make order      CI's tests, with a comparison of the collectives of all ranks after each of them
 # make peers      the tests that run the own code of LeRobot, VITRA and LightRFT
 # make engines    the tests that run the own code of vLLM and SGLang, without an accelerator
 # make suites     TRL's and transformers' own tests of their trainers, with our trainers
@@ -23,7 +22,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: test test-full docs test-matrix lowest newest resolve order sweep peers engines suites big soak demo grpo robot lint
+.PHONY: test test-full docs test-matrix lowest newest resolve sweep peers engines suites big soak demo grpo robot lint
 .PHONY: bench gpu dist format clean
 
 .venv/installed: pyproject.toml
@@ -42,9 +41,10 @@ lint: .venv/installed
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
+# After each test, the collectives that its ranks have begun are compared.
 test-full: lint
 	$(MAKE) docs
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not soak and not big and not sweep'
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --collective-order -m 'not soak and not big and not sweep'
 	$(MAKE) big
 	$(MAKE) lowest
 
@@ -74,10 +74,6 @@ RESOLVE_PYTHON ?= $(PEERS_PYTHON)
 
 resolve:
 	$(RESOLVE_PYTHON) .ci/resolve.py
-
-# The tests of CI, and after each of them a comparison of what collectives its ranks have begun.
-order: .venv/installed
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --collective-order -m 'not soak and not big and not sweep'
 
 sweep: .venv/installed
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m sweep

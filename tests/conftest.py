@@ -32,6 +32,8 @@ from fsdp2_strategy import sizes
 _POOL = pytest.StashKey[RankPool]()
 _SIMULATED_POOL = pytest.StashKey[RankPool]()
 _COMPARING_POOL = pytest.StashKey[RankPool]()
+_UNRECORDED_POOL = pytest.StashKey[RankPool]()
+_POOLS = (_POOL, _SIMULATED_POOL, _COMPARING_POOL, _UNRECORDED_POOL)
 INTEGRATIONS = {
     "accelerate": ("test_accelerate",),
     "lerobot": ("test_compat_lerobot", "test_lerobot", "test_peers_lerobot", "test_streaming"),
@@ -57,10 +59,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_POOL] = RankPool(compares_collectives=compares)
     config.stash[_SIMULATED_POOL] = RankPool(is_simulated=True, compares_collectives=compares)
     config.stash[_COMPARING_POOL] = RankPool(compares_collectives=True)
+    config.stash[_UNRECORDED_POOL] = RankPool()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    for pool in (_POOL, _SIMULATED_POOL, _COMPARING_POOL):
+    for pool in _POOLS:
         config.stash[pool].close()
 
 
@@ -168,7 +171,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     names = pyfuncitem._fixtureinfo.argnames
     arguments = {name: pyfuncitem.funcargs[name] for name in names}
-    _pool_for(pyfuncitem.config, file := str(pyfuncitem.path), _variant(pyfuncitem)).run(
+    file = str(pyfuncitem.path)
+    pool = _pool_for(pyfuncitem.config, file, _variant(pyfuncitem))
+    if pyfuncitem.get_closest_marker("unrecorded") and pool.compares_collectives:
+        pool = pyfuncitem.config.stash[_UNRECORDED_POOL]
+    pool.run(
         file,
         pyfuncitem.originalname,
         arguments,
@@ -194,7 +201,7 @@ def run_on(request: pytest.FixtureRequest) -> Callable[..., None]:
 def end_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
     """End the ranks of the pool after a test that breaks their connections."""
     yield
-    for pool in (_POOL, _SIMULATED_POOL, _COMPARING_POOL):
+    for pool in _POOLS:
         request.config.stash[pool].close()
 
 

@@ -204,8 +204,16 @@ def _opposite_orders_and_a_wait_on_one_rank():
 def _threads_without_an_order():
     groups = [dist.new_group([0, 1]) for _ in range(2)]
     if dist.get_rank() < 2:
-        other = threading.Thread(target=lambda: dist.all_reduce(torch.ones(4), group=groups[1]), name="other")
+        begins = threading.Event()
+
+        def reduce_in_background():
+            tensor = torch.ones(4)
+            begins.set()
+            dist.all_reduce(tensor, group=groups[1])
+
+        other = threading.Thread(target=reduce_in_background, name="other")
         other.start()
+        begins.wait()  # a thread may start late on a busy machine
         time.sleep(0.01)
         dist.all_reduce(torch.ones(4), group=groups[0])
         other.join()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -191,7 +191,7 @@ def _register(namespace: str, name: str, describe: Callable[..., _Details]) -> N
     below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, _KEY))
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        group = _group(dist.ProcessGroup.unbox(args[at]), args[0])
+        group = _group(dist.ProcessGroup.unbox(args[at]), args[:2])
         if group is not None and not group.on_host and _thread() != _MAIN and dist.get_rank() % 2:
             time.sleep(LATE_SECONDS)
         place = len(_calls)
@@ -277,10 +277,8 @@ def _noting_host_groups(new_group: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _group(group: Any, tensors: Any) -> Group | None:
-    """Return the group of a call, or None for a group of one rank."""
-    while isinstance(tensors, list | tuple) and tensors:
-        tensors = tensors[0]
-    device = tensors.device.type if isinstance(tensors, torch.Tensor) else "cpu"
+    """Return the group of a call with the device of its first tensor, or None for a group of one rank."""
+    device = next((tensor.device.type for tensor in _flat(tensors)), "cpu")
     ranks = tuple(distributed_c10d._world.pg_group_ranks.get(group, range(group.size())))
     if len(ranks) == 1:
         return None
@@ -290,6 +288,15 @@ def _group(group: Any, tensors: Any) -> Group | None:
         on_host = device == "cpu" and (has_accelerator or group.group_name in _host_groups)
         _groups[key] = Group(group.group_name, ranks, device, on_host)
     return _groups[key]
+
+
+def _flat(values: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested lists: a rank that gets no output of a collective has only its input."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _flat(value)
 
 
 def _thread() -> str:
