@@ -104,7 +104,9 @@ def test_the_calls_of_lerobots_loop_train_as_one_process_does():
         last = [step_as_lerobot(accelerator, policy, optimizer, schedule, batch) for batch in loader]
     assert last == [False, True] * 4
     # LeRobot's 8 steps are 4 optimizer steps.
-    assert [line.partition(":")[0] for line in log.of_steps()] == (["step 1/4"] if dist.get_rank() == 0 else [])
+    assert [line.partition(":")[0] for line in log.of_steps()] == (["step 1/4"] if dist.get_rank() == 0 else []), (
+        log.lines
+    )
 
     plain = small_policy()
     reference = torch.optim.AdamW(plain.parameters(), lr=0.01)

@@ -291,8 +291,8 @@ def test_a_run_in_lerobots_layout_resumes_with_the_same_losses(tmp_path):
 
 @pytest.mark.ranks(2)
 def test_a_layout_for_another_batch_size_or_accumulation_is_an_error():
-    for wrong in ({"batch_size": 4, "gradient_accumulation_steps": 2}, {"batch_size": 2}):
-        layout = LeRobotLayout(total_steps=7, **{"batch_size": 2, **wrong})
+    for batch_size, accumulated in ((4, 2), (2, 1)):
+        layout = LeRobotLayout(total_steps=7, batch_size=batch_size, gradient_accumulation_steps=accumulated)
         with pytest.raises(ConfigError, match=r"of layout is [14], expected 2, as this strategy trains"):
             strategy_of(Policy(), layout=layout)
 

@@ -258,7 +258,7 @@ def _match_root(root: nn.Module, paths: CheckpointPaths) -> tuple[LoadTargets, L
 
 
 def _match_full(root: nn.Module, paths: CheckpointPaths) -> tuple[LoadTargets, LoadReport]:
-    if has_root_names(paths.weights):
+    if has_root_names(paths.weights, paths.lists):
         return _match_root(root, paths)
     inner = root if paths.is_lerobot else inner_model(root)
     wrapper = paths.state / WRAPPER

@@ -57,7 +57,7 @@ def stored_model(paths: CheckpointPaths, optimized: Collection[str] = ()) -> Sto
     """
     if (paths.state / TRAINABLE).is_dir():
         return StoredModel(_as_regions(stored_in(paths.state / TRAINABLE, paths)), is_partial=True)
-    if has_root_names(paths.weights):
+    if has_root_names(paths.weights, paths.lists):
         return StoredModel(_as_regions(stored_in(paths.weights, paths)))
     inner = _inner_regions(paths)
     added = stored_in(paths.state / WRAPPER, paths)

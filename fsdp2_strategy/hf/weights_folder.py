@@ -146,9 +146,9 @@ def _plain_name(value: Any) -> None:
 _INDEX = record({"weight_map": mapping(tensor_name, _plain_name)})
 
 
-def has_root_names(folder: Path) -> bool:
+def has_root_names(folder: Path, belongs: Callable[[Path], bool]) -> bool:
     """Return whether the weights in a folder have the names of the whole model; see `ROOT_NAMES`."""
-    file = next(iter(sorted(folder.glob("model*.safetensors"))), None)
+    file = next(filter(belongs, sorted(folder.glob("model*.safetensors"))), None)
     return file is not None and read_header_and_metadata(file)[1].get("names") == ROOT_NAMES["names"]
 
 

@@ -54,7 +54,7 @@ def newest_in(path: Path) -> Foreign | None:
         if each is not None and not each.is_hugging_face:
             found.append(each)
     # VITRA can save the same step twice: the checkpoint from the end of the epoch is the newer one.
-    return max(found, key=lambda f: (f.order, f.path.name.endswith(".end.ckpt")), default=None)
+    return max(found, key=lambda f: (f.step, f.path.name.endswith(".end.ckpt"), f.order), default=None)
 
 
 def describe_contents(path: Path) -> str | None:
