@@ -603,6 +603,23 @@ def is_compiled(module: nn.Module) -> bool:
     return is_wrapper or module._compiled_call_impl is not None
 
 
+def operator_of(overload: Any) -> Any:
+    """Return the operator of one of its overloads, by which FLOP formulas are listed; None for higher-order ones."""
+    return getattr(overload, "_overloadpacket", None)
+
+
+def attention_on_cpu() -> tuple[Any, Any]:
+    """Return the operators of attention on a CPU, forward and backward, which torch's FLOP counter does not list."""
+    operators = torch.ops.aten
+    forward = operators._scaled_dot_product_flash_attention_for_cpu
+    return forward, operators._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def grouped_product() -> Any:
+    """Return the operator that multiplies groups of rows, as experts do; torch's FLOP counter does not list it."""
+    return torch.ops.aten._grouped_mm
+
+
 def has_fake_tensors(types: Iterable[type]) -> bool:
     """Return whether an operator gets fake tensors: DTensor infers shapes with them, and nothing is computed."""
     return any(issubclass(each, FakeTensor) for each in types)

@@ -16,6 +16,7 @@ from torch import nn
 
 from fsdp2_strategy.errors import CheckpointError, shown
 from fsdp2_strategy.hf.conversions import Recipe, recipe_for
+from fsdp2_strategy.hf.library_internals import build_from_config
 from fsdp2_strategy.hf.meta.init_on_meta import init_on_meta
 from fsdp2_strategy.hf.weights_folder import CONFIG, source_of_weights
 from fsdp2_strategy.model.names import saved_tensors
@@ -39,7 +40,7 @@ def build_known(folder: Path) -> nn.Module | None:
     kind: Any = found
     try:
         with init_on_meta():
-            model: nn.Module = kind._from_config(kind.config_class.from_dict(dict(config)))
+            model = build_from_config(kind, kind.config_class.from_dict(dict(config)))
         model.config = kind.config_class.from_dict(dict(config))  # the constructor has changed dtypes in the other
         return model
     except (AttributeError, ImportError, KeyError, TypeError, ValueError, RuntimeError) as error:

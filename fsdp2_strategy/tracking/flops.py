@@ -21,7 +21,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from fsdp2_strategy.distributed.log import log
-from fsdp2_strategy.distributed.torch_internals import TorchDispatchMode, has_fake_tensors, is_compiled
+from fsdp2_strategy.distributed.torch_internals import (
+    TorchDispatchMode,
+    attention_on_cpu,
+    grouped_product,
+    has_fake_tensors,
+    is_compiled,
+)
 
 
 class FlopCount:
@@ -78,7 +84,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented
         kwargs = kwargs or {}
         out = operator(*args, **kwargs)
-        packet = getattr(operator, "_overloadpacket", None)
+        packet = operator_of(operator)
         formula = _FORMULAS.get(operator if packet is None else packet)
         if formula is None and packet is None:  # of higher order: the operators that it runs do not come here
             self._count.has_failed = True
@@ -129,10 +135,11 @@ def _grouped_product(first: Any, second: Any, *_: Any, **__: Any) -> int:
 
 def _formulas() -> dict[Any, Callable[..., Any]]:
     """Return torch's formulas by operator, and those of operators that torch's counter does not know."""
+    forward, backward = attention_on_cpu()
     own: dict[Any, Callable[..., Any]] = {
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-        torch.ops.aten._grouped_mm: _grouped_product,
+        forward: _attention,
+        backward: _attention_backward,
+        grouped_product(): _grouped_product,
     }
     known: dict[Any, Callable[..., Any]] = FlopCounterMode(display=False).flop_registry
     return own | known
