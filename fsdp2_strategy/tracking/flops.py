@@ -27,6 +27,7 @@ from fsdp2_strategy.distributed.torch_internals import (
     grouped_product,
     has_fake_tensors,
     is_compiled,
+    operator_of,
 )
 
 
