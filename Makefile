@@ -1,7 +1,7 @@
 # make test       the checks of a change     make demo   the main job, killed and resumed
 # make test-full  everything that CI runs    make grpo   reinforcement learning, killed and resumed
 # make lint       the static checks alone    make robot  a robot that learns, killed and resumed
-# make docs       the docs site, runs/site
+# make docs       the docs site, runs/site; REPOSITORY= adds the repository's address to its header
 # make bench      the benchmarks             make gpu    tests and benchmarks of one accelerator
 # make soak       kills at random moments, until benchmarks/results/kills.json has KILLS of them; can be stopped
 # make big        runs of a real size, 16 GB

@@ -1,10 +1,11 @@
 """Extension of griffe: adapt the docstrings of the package, which are written to be read in an editor, to the site.
 
 Input: docstrings. Output: the same ones with one entry per parameter where several share one ("a, b: as for `f`"), with
-examples as code, and with links from names in backticks to their place in the reference. Defaults that the
-configuration determines are shown as "...".
+examples as code, and with links from names in backticks to their place in the reference. Defaults that come from the
+configuration are shown as values: of a constructor, those of its fields; of a method, the field that it reads.
 """
 
+import ast
 import re
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ class SiteDocstrings(griffe.Extension):
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Adapt all docstrings of the package, once."""
         self._shown = _shown_names(pkg)
+        self._fields = pkg["config.strategy_config.StrategyConfig"].members
+        self._aliases = ast.literal_eval(str(pkg["config.aliases._ALIASES"].value))
         self._adapt(pkg)
 
     def _adapt(self, subject: griffe.Object) -> None:
@@ -31,10 +34,14 @@ class SiteDocstrings(griffe.Extension):
             if member.docstring:
                 member.docstring.value = self._adapted(member.docstring.value, member)
             for parameter in member.parameters if member.is_function else ():
-                if str(parameter.default) == "_UNSET":  # the default is that of the configuration
-                    parameter.default = "..."
+                if str(parameter.default) == "_UNSET":
+                    parameter.default = self._configured(parameter.name, member)
             if member.is_module or member.is_class:
                 self._adapt(member)
+
+    def _configured(self, name: str, function: griffe.Function) -> str:
+        field = self._aliases.get(name, name)
+        return str(self._fields[field].value) if function.name == "__init__" else f"self.config.{field}"
 
     def _adapted(self, text: str, subject: griffe.Object) -> str:
         text = _SHARED.sub(_one_each, text)

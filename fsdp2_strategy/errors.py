@@ -2,7 +2,8 @@
 
     FSDP2StrategyError
     ├── ConfigError      (ValueError)    a field, argument or file of the configuration
-    │   └── ArgumentError  (TypeError)   an argument that does not exist, or is of the wrong kind
+    │   ├── ArgumentError  (TypeError)   an argument that does not exist, or is of the wrong kind
+    │   └── MissingPackageError  (ImportError)   an optional package that is not installed
     ├── MeshError        (ValueError)    process group, device mesh, shard sizes
     ├── ShardError       (ValueError)    which modules become units, and how
     ├── OptimizerError   (ValueError)    parameter groups, schedules
@@ -39,6 +40,10 @@ class ConfigError(FSDP2StrategyError, ValueError):
 
 class ArgumentError(ConfigError, TypeError):
     """An argument that a function does not have, or that is of the wrong kind."""
+
+
+class MissingPackageError(ConfigError, ImportError):
+    """An optional package that is not installed; the message has the command that installs it."""
 
 
 class MeshError(FSDP2StrategyError, ValueError):

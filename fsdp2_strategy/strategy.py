@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from fsdp2_strategy.config.arguments import check_keywords, check_number
 from fsdp2_strategy.data.sampler import ResumableSampler
+from fsdp2_strategy.data.timed_loader import TimedLoader
 from fsdp2_strategy.distributed import collectives, memory
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.mesh import set_timeouts
@@ -237,7 +238,7 @@ class FSDPV2Strategy(TrainingStrategy):
                 consumed_samples=consumed_samples,
             )
         dataset: Dataset[Any] = replay_buffer  # type: ignore[assignment]
-        return DataLoader(
+        return TimedLoader(
             dataset, batch_size, sampler=sampler, drop_last=drop_last, collate_fn=collate_fn, pin_memory=pin_memory
         )
 
@@ -469,9 +470,13 @@ class FSDPV2Strategy(TrainingStrategy):
         return rollout
 
     @property
-    def inference_engine(self) -> RolloutEngine | None:
-        """The engine that `setup_inference_engine` returned; None before that call, and on ranks without an engine."""
-        return self._rollout.engine if "_rollout" in self.__dict__ else None
+    def inference_engine(self) -> RolloutEngine:
+        """The engine of this rank, which `setup_inference_engine` has built or was given.
+
+        On ranks without an engine, and before that call, it is false (``if strategy.inference_engine:``), and any use
+        of it raises a RolloutError that names the ranks that have one.
+        """
+        return self._rollout.engine_or_absent()
 
     @property
     def inference_engine_type(self) -> str | None:
@@ -507,7 +512,7 @@ class FSDPV2Strategy(TrainingStrategy):
         if actor is not None:
             self.update_engine_weights(actor)
         self.maybe_sleep_inference_engine()
-        return self.inference_engine
+        return self._rollout.engine
 
     @collective
     def update_engine_weights(

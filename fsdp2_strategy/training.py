@@ -37,6 +37,7 @@ from fsdp2_strategy.config.arguments import check_keywords
 from fsdp2_strategy.config.strategy_config import ShardSize, StrategyConfig
 from fsdp2_strategy.data.loader import ResumableLoader
 from fsdp2_strategy.distributed import process_group as ranks
+from fsdp2_strategy.distributed import spent_time
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.log import log, show_log
 from fsdp2_strategy.distributed.lost_ranks import collective, disconnect, report_end
@@ -75,6 +76,10 @@ from fsdp2_strategy.optim.zero_grad import discard_gradients, watch_optimizer
 from fsdp2_strategy.sharding.explain import explain
 from fsdp2_strategy.sharding.features import feature
 from fsdp2_strategy.sharding.shard import check_dtypes, is_for_training, mesh_for, shard_model, watch_wrapper
+from fsdp2_strategy.tracking.memory_snapshot import record_allocations, stop_recording
+from fsdp2_strategy.tracking.profile import Profile, check_writable
+from fsdp2_strategy.tracking.step_log import Output
+from fsdp2_strategy.tracking.step_meter import StepMeter, publish_host, watch_forward
 
 _OTHER_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
 
@@ -84,6 +89,8 @@ _SETTINGS_OF_STEPS = (
     "fp16",
     "grad_sync",
     "loss_reduction",
+    "memory_snapshot",
+    "profile",
     "reduce_in_full_precision",
     "sync_buffers",
     "use_mp_opt",
@@ -107,6 +114,7 @@ class _TrainingState:
     """The state that the strategy keeps for one model."""
 
     accumulation: Accumulation
+    meter: StepMeter
     optimizer: Optimizer | None = None
     scheduler: LRScheduler | None = None
     ema: EMA | None = None
@@ -180,9 +188,12 @@ class TrainingStrategy:
         self.world_size = self._trainers.count
         self.accumulated_gradient = self.config.accumulation_steps(self.dp_size)
         self._trainers.begin()
+        publish_host()
         self._states: WeakKeyDictionary[nn.Module, _TrainingState] = WeakKeyDictionary()
         self._checked_loaders: WeakSet[ResumableLoader] = WeakSet()
         self._preemption = Preemption()
+        self._profile: Profile | None = None
+        self._records_memory = False
         self.set_seed(self.config.seed)
         log("strategy on %s: %s", counted(self.world_size, "rank"), self.config.changes() or "default settings")
 
@@ -278,7 +289,13 @@ class TrainingStrategy:
             CheckpointError: on every rank, if an asynchronous save has failed. The strategy is closed nevertheless.
         """
         self._is_closed = True
+        for state in self._states.values():
+            state.meter.close()
         self._states.clear()
+        if self._profile is not None:
+            self._profile.close()
+        if self._records_memory:
+            stop_recording()
         try:
             end_saving()
         finally:
@@ -358,6 +375,7 @@ class TrainingStrategy:
                 watch_wrapper(model)
             return model
         self._check_same_settings()
+        self._begin_profile()
         config = self._with_arguments(self.config, shard_size, reshard_after_forward)
         if tensor_parallel_plan is not None:
             config = config.replace(tensor_parallel_plan=tensor_parallel_plan)
@@ -365,6 +383,7 @@ class TrainingStrategy:
         if needs_values(model):
             load_pretrained(model)
         keep_documents_apart(model)
+        watch_forward(unwrap_model(model))
         if self.sp_size > 1:
             feature("sequence.prepare").prepare_for_split(model, self.sp_group, is_training=is_training)
         return model
@@ -387,6 +406,21 @@ class TrainingStrategy:
                     f"cannot shard a model: {name} is {shown}, expected the same {kind} on all ranks. Start all ranks "
                     "with the same configuration."
                 )
+
+    def _begin_profile(self) -> None:
+        """Check on all ranks that the files of ``profile`` and ``memory_snapshot`` can be written; record memory.
+
+        Collective in the first call, if the configuration, which is equal on all ranks, has one of the two.
+        """
+        config = self.config
+        if config.profile is not None and self._profile is None:
+            self._profile = Profile(config.profile, config.profile_dir)
+        if config.memory_snapshot and not self._records_memory:
+            with all_or_none("record memory for memory_snapshot", ConfigError):
+                folder = Path(config.profile_dir)
+                check_writable(folder, dist.get_rank())
+                record_allocations(folder)
+            self._records_memory = True
 
     @collective
     def shard_sequence(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -484,6 +518,8 @@ class TrainingStrategy:
         state = self._state_of(model)
         # A schedule of an earlier optimizer of this model would neither set these rates, nor may it be saved with them.
         state.optimizer, state.scheduler, state.created_scheduler = optimizer, None, None
+        if self._profile is not None:
+            self._profile.reached(state.accumulation.steps)
         return optimizer
 
     def create_scheduler(self, optimizer: Optimizer, name: str, **kwargs: Any) -> LRScheduler:
@@ -496,6 +532,7 @@ class TrainingStrategy:
         for state in self._states.values():
             if state.optimizer is optimizer:
                 state.scheduler = scheduler
+                state.meter.log.total_steps = kwargs.get("num_training_steps")
                 state.created_scheduler = (scheduler, scheduler.last_epoch, state.accumulation.steps)
         return scheduler
 
@@ -527,6 +564,7 @@ class TrainingStrategy:
         num_items_in_batch: float | torch.Tensor | None = None,
         num_items: int | torch.Tensor | None = None,
         num_tokens: int | torch.Tensor | None = None,
+        num_samples: int | torch.Tensor | None = None,
     ) -> None:
         """Run the backward pass of one micro-batch; collective.
 
@@ -535,7 +573,9 @@ class TrainingStrategy:
 
         ``loss``, ``model``, ``num_items_in_batch``, ``num_tokens`` and errors are those of `optim.step.backward`. From
         then on, ``zero_grad`` of ``optimizer``, if it is given, keeps the gradients of earlier micro-batches of a step:
-        see `discard_gradients`.
+        see `discard_gradients`. ``num_samples`` is the number of samples in this rank's micro-batch, for
+        `StepResult.samples` only; by default the size of the first dimension of the first tensor that the model's
+        forward got. Ranks that share a batch pass the same number.
         """
         state = self._state_of(model)
         if optimizer is not None:
@@ -546,17 +586,18 @@ class TrainingStrategy:
                 )
             watch_optimizer(optimizer, model)
         self._declare(state.accumulation)
-        backward(
-            loss,
-            model,
-            accumulation_steps=self.accumulated_gradient,
-            accumulation=self.config.accumulation,
-            loss_reduction=self.config.loss_reduction,
-            grad_sync=self.config.effective_grad_sync,
-            num_items_in_batch=num_items_in_batch,
-            num_items=num_items,
-            num_tokens=num_tokens,
-        )
+        with state.meter.backward(num_samples):
+            backward(
+                loss,
+                model,
+                accumulation_steps=self.accumulated_gradient,
+                accumulation=self.config.accumulation,
+                loss_reduction=self.config.loss_reduction,
+                grad_sync=self.config.effective_grad_sync,
+                num_items_in_batch=num_items_in_batch,
+                num_items=num_items,
+                num_tokens=num_tokens,
+            )
 
     def discard_gradients(self, model: nn.Module) -> None:
         """Drop the gradients of the micro-batches since the last optimizer step; not collective; call it on all ranks.
@@ -650,6 +691,7 @@ class TrainingStrategy:
         state = self._state_of(model)
         if scheduler is not state.scheduler and isinstance(scheduler, LRScheduler):
             schedule_state(scheduler)  # refuse now what the first save would refuse
+        self._begin_profile()
         result = optimizer_step(
             optimizer,
             model,
@@ -662,6 +704,9 @@ class TrainingStrategy:
         )
         if result.stepped or result.skipped:
             state.optimizer, state.scheduler = optimizer, scheduler or state.schedule_of(optimizer)
+            result = state.meter.finish(result, name)
+        if self._profile is not None:
+            self._profile.step(result)
         return result
 
     @collective
@@ -771,32 +816,37 @@ class TrainingStrategy:
             if averages[name] is not None:
                 averages[name] = self._ema(models[name], averages[name])
             averages[name] = averages[name] or state.ema
+        if isinstance(layout, Layout):
+            layout = layout.of_run(
+                batch_size=self.config.micro_train_batch_size, gradient_accumulation_steps=self.accumulated_gradient
+            )
         scales = {name: state.accumulation.scale for name, state in states.items()}
-        path = save_checkpoint(
-            model,
-            save_dir,
-            tag,
-            step=joined({name: state.accumulation.steps for name, state in states.items()}),
-            optimizer=joined(optimizers),
-            scheduler=joined(schedulers),
-            client_state=dict(client_state or {}),
-            dataloader=dataloader,
-            tokenizer=tokenizer,
-            ema=joined({name: own.averages if own else None for name, own in averages.items()}),
-            loss_scale=joined({name: asdict(scale) if scale else None for name, scale in scales.items()}),
-            seed=self.config.seed,
-            max_num=max_num,
-            max_mem=max_mem,
-            save_latest=save_latest,
-            protect=protect,
-            metric=metric,
-            higher_is_better=higher_is_better,
-            async_save=async_save,
-            only_trainable=only_trainable,
-            meta=meta,
-            layout=layout,
-            key_file=self.config.checkpoint_key_file,
-        )
+        with spent_time.saves.running():
+            path = save_checkpoint(
+                model,
+                save_dir,
+                tag,
+                step=joined({name: state.accumulation.steps for name, state in states.items()}),
+                optimizer=joined(optimizers),
+                scheduler=joined(schedulers),
+                client_state=dict(client_state or {}),
+                dataloader=dataloader,
+                tokenizer=tokenizer,
+                ema=joined({name: own.averages if own else None for name, own in averages.items()}),
+                loss_scale=joined({name: asdict(scale) if scale else None for name, scale in scales.items()}),
+                seed=self.config.seed,
+                max_num=max_num,
+                max_mem=max_mem,
+                save_latest=save_latest,
+                protect=protect,
+                metric=metric,
+                higher_is_better=higher_is_better,
+                async_save=async_save,
+                only_trainable=only_trainable,
+                meta=meta,
+                layout=layout,
+                key_file=self.config.checkpoint_key_file,
+            )
         return str(path)
 
     def _check_saved(self, model: nn.Module, state: _TrainingState, *, has_scheduler: bool) -> None:
@@ -823,7 +873,8 @@ class TrainingStrategy:
         Raises:
             CheckpointError: on every rank, if the save has failed. The error is raised only once.
         """
-        wait_for_checkpoint()
+        with spent_time.saves.running():
+            wait_for_checkpoint()
 
     @collective
     def load_ckpt(
@@ -918,6 +969,8 @@ class TrainingStrategy:
             if restored is not None and isinstance(given, nn.Module):
                 restored.copy_to(given)
             compare_with_next_directories(models[name], self._states)
+            if self._profile is not None:
+                self._profile.loaded(of_model.step)
         return str(loaded.path), loaded.client_state
 
     @collective
@@ -925,7 +978,8 @@ class TrainingStrategy:
         self, model: nn.Module, tokenizer: Any = None, output_dir: str | Path | None = None, **kwargs: Any
     ) -> None:
         """Write a Hugging Face folder that ``from_pretrained`` can load; collective; see `hf.export.save_model`."""
-        save_model(model, tokenizer, output_dir, **kwargs)
+        with spent_time.saves.running():
+            save_model(model, tokenizer, output_dir, **kwargs)
 
     def _check_loader(self, loader: object) -> None:
         """Log a warning, once for each loader, if its batches or its data set do not fit to the ranks; collective."""
@@ -961,6 +1015,10 @@ class TrainingStrategy:
                 "after the last use."
             )
 
+    def _step_output(self) -> Output:
+        """Return where the numbers of the steps are written; integrations with a log or a bar of their own differ."""
+        return "lines or bar"
+
     # --- state of each model ---------------------------------------------------------------------------------------
 
     def _state_of(self, model: nn.Module) -> _TrainingState:
@@ -972,7 +1030,11 @@ class TrainingStrategy:
             )
         root = unwrap_model(model)
         if root not in self._states:
-            self._states[root] = _TrainingState(begin_accumulation(root, LossScale() if self.config.fp16 else None))
+            accumulation = begin_accumulation(root, LossScale() if self.config.fp16 else None)
+            meter = StepMeter(self.config, accumulation, self._step_output())
+            self._states[root] = _TrainingState(accumulation, meter)
+            if is_sharded(root):
+                watch_forward(root)
         return self._states[root]
 
 

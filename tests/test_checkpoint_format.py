@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from fsdp2_strategy import FSDPV2Strategy, build_mesh, list_checkpoints, load_checkpoint, sizes, verify_checkpoint
 from fsdp2_strategy.checkpoint import directory, listing, paths
@@ -790,7 +790,7 @@ def test_checkpoints_of_other_systems_load_where_they_are_trusted(tmp_path, wrot
     with pytest.raises(CheckpointError, match="Pass trust=True"):
         strategy.load_ckpt(other, tmp_path, **options)
     _, client_state = strategy.load_ckpt(other, tmp_path, trust=True, **options)
-    assert client_state == ({"consumed": 3} if wrote == "lightrft" else {})
+    assert client_state == {"lightrft": {"consumed": 3}, "whole_file": {"epoch": 3}}.get(wrote, {})
     assert_same(full_parameters(other), full_parameters(model))
     if not whole:
         assert_same(full_state(other, its_optimizer), full_state(model, optimizer))
@@ -801,16 +801,16 @@ def test_checkpoints_of_other_systems_load_where_they_are_trusted(tmp_path, wrot
         assert_same(full_parameters(third), before)
         assert its_own.state
     else:
-        with pytest.raises(CheckpointError, match="was saved without it"):
+        with pytest.raises(CheckpointError, match="expected one that also has the optimizer"):
             strategy.load_ckpt(other, tmp_path, trust=True)
-    with pytest.raises(CheckpointError, match=r"lacks .* and holds"):
+    with pytest.raises(CheckpointError, match=r"its weights are .* names .*, expected 9 names"):
         strategy.load_ckpt(strategy.prepare_model(build("mlp")), tmp_path, trust=True, load_optimizer_states=False)
     schedule = torch.optim.lr_scheduler.StepLR(its_optimizer, 1)
     if not whole:
         strategy.load_ckpt(other, tmp_path, scheduler=schedule, trust=True)
         assert schedule.last_epoch == 6
     else:
-        with pytest.raises(CheckpointError, match=r"load_lr_scheduler_states=False|was saved without it"):
+        with pytest.raises(CheckpointError, match=r"expected one that also has the (schedule|optimizer)"):
             strategy.load_ckpt(other, tmp_path, scheduler=schedule, trust=True)
     train(strategy, other, its_optimizer, schedule, [1], "llama_tied")
 
@@ -885,7 +885,17 @@ def test_the_command_line_exports_what_other_systems_wrote(tmp_path, capsys, run
         capsys.readouterr()
         assert main(["export", str(tmp_path / wrote), str(out)]) == 2
         assert "trust" in capsys.readouterr().err
-        arguments = ["--trust", "--dtype", "bfloat16", "--beside", str(ours)]
+        arguments = ["--trust", "--dtype", "bfloat16", "--sidecars", str(ours)]
+        other = tmp_path / "other"
+        if not other.exists():
+            config = LlamaConfig(
+                vocab_size=8, hidden_size=16, num_attention_heads=2, architectures=["LlamaForCausalLM"]
+            )
+            config.save_pretrained(other)
+        assert main(["export", str(tmp_path / wrote), str(out), "--trust", "--sidecars", str(other)]) == 2
+        said = capsys.readouterr().err
+        assert "model.embed_tokens.weight has shape [96, 32], and [8, 16] by the configuration" in said
+        assert not out.exists()
         assert main(["export", str(tmp_path / wrote), str(out), *arguments]) == 0
         opened, expected = (AutoModelForCausalLM.from_pretrained(folder) for folder in (out, ours))
         assert opened.dtype == torch.bfloat16

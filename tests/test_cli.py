@@ -9,8 +9,10 @@ import time
 from importlib.metadata import version
 
 import pytest
+import torch
 import torch.distributed as dist
 from helpers.training import prepared, strategy_for, train
+from safetensors.torch import load_file
 
 from fsdp2_strategy.cli import main
 
@@ -65,14 +67,24 @@ def test_json_is_one_document(ckpts, capsys):
     [content] = json.loads(run(capsys, "inspect", "--json", ckpts, "--tag", "global_step1")[1])
     assert (content["step"], content["ranks"], content["client_state"]) == (1, 2, {"reward": 0.5})
     assert content["optimizer"]["class"] == "AdamW"
+    assert content["written_by"] == f"fsdp2_strategy {version('fsdp2_strategy')}"
+    assert content["tensor_count"] == 84 and content["bytes_by_dtype"] == {"float32": 260052}
     names = [tensor["name"] for tensor in content["tensors"]["model"]]
     assert "model.norm.weight" in names and content["components"]["model"]["tensors"] == len(names)
 
 
 def test_inspect_shows_the_newest_usable_checkpoint(ckpts, capsys):
     status, out, _ = run(capsys, "inspect", ckpts)
-    assert status == 0 and f"path             {ckpts / 'same'}" in out and "class=AdamW" in out
-    assert "  model.norm.weight  float32  [32]" in out
+    first, writer, step, content, *_ = out.splitlines()
+    assert status == 0 and first == str(ckpts / "same") and "class=AdamW" in out
+    assert writer == f"written by       fsdp2_strategy {version('fsdp2_strategy')}"
+    assert step.startswith("step             2, saved 20") and step.endswith("on 2 ranks, each parameter split over 2")
+    assert content == "content          21,664 parameters in 84 tensors: 260 kB float32"
+    assert "  optimizer      63 tensors, 43,349 elements, 173 kB\n" in out and "model.norm.weight" not in out
+    out = run(capsys, "inspect", ckpts, "--tensors")[1]
+    assert "  model.norm.weight  float32  [32]" in out and "  model.embed_tokens.weight  " in out
+    out = run(capsys, "inspect", ckpts, "--tensors", "*norm*")[1]
+    assert "  model.norm.weight  float32  [32]" in out and "embed_tokens" not in out
     status, _, err = run(capsys, "inspect", ckpts, "--tag", "global_step3")
     assert status == 2 and "expected one of" in err and "Did you mean 'global_step" in err
 
@@ -93,7 +105,10 @@ def test_diff_names_the_tensors_that_differ_and_by_how_much(ckpts, capsys):
 def test_an_export_of_a_directory_is_that_of_its_newest_checkpoint(ckpts, tmp_path, capsys):
     status, out, _ = run(capsys, "export", ckpts, tmp_path / "out")
     assert status == 0 and f"exported {ckpts / 'same'} to" in out and (tmp_path / "out" / "config.json").exists()
-    assert run(capsys, "export", ckpts, tmp_path / "first", "--tag", "global_step1")[0] == 0
+    status, out, _ = run(capsys, "export", ckpts, tmp_path / "1", "--tag", "global_step1", "--dtype", "bf16", "--json")
+    first = {"path": str(ckpts / "global_step1"), "output": str(tmp_path / "1"), "dtype": "bfloat16"}
+    assert status == 0 and json.loads(out) == [first]
+    assert {tensor.dtype for tensor in load_file(tmp_path / "1/model.safetensors").values()} == {torch.bfloat16}
 
 
 def change(path):
@@ -166,11 +181,22 @@ def test_a_closed_pipe_is_no_error(ckpts):
     listing.stderr.close()
 
 
+@pytest.mark.full
+@pytest.mark.each
+@pytest.mark.parametrize("command", ["diff", "ls", "verify"])
+def test_a_closed_pipe_does_not_hide_the_status(ckpts, command):
+    arguments = ["diff", ckpts / "global_step1", ckpts / "global_step2"] if command == "diff" else [command, ckpts]
+    listing = subprocess.Popen([*COMMAND, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    listing.stdout.close()
+    assert b"Broken" not in listing.stderr.read() and listing.wait() == 1
+    listing.stderr.close()
+
+
 def test_the_version_and_the_help_of_every_argument(capsys):
     with pytest.raises(SystemExit):
         main(["--version"])
     assert capsys.readouterr().out == f"fsdp2-strategy {version('fsdp2_strategy')}\n"
-    for command in ("ls", "verify", "inspect", "diff", "export"):
+    for command in ("ls", "verify", "inspect", "diff", "export", "to-dcp"):
         with pytest.raises(SystemExit):
             main([command, "--help"])
         lines = capsys.readouterr().out.splitlines()

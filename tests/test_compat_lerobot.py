@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.folders import tensors_in
+from helpers.log_lines import Lines
 from helpers.reference import full_parameters
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -40,7 +41,7 @@ def configuration(steps=8, save_freq=4, accumulation=2, precision="no", **more):
         compile=Namespace(enabled=False),
         activation_checkpointing=Namespace(mode=Namespace(value="none")),
     )
-    run = {"seed": 1, "steps": steps, "save_freq": save_freq, "save_checkpoint": True, "batch_size": 2}
+    run = {"seed": 1, "steps": steps, "save_freq": save_freq, "save_checkpoint": True, "batch_size": 2, "log_freq": 200}
     lacking = {"policy": None, "ema": OFF, "env": None, "peft": None, "is_reward_model_training": False}
     topology = Namespace(dp_shard=2, cp_size=1)
     writes_nothing = {"save_pretrained": lambda _folder: None}
@@ -99,8 +100,13 @@ def resume(cfg, folder):
 @pytest.mark.ranks(2)
 def test_the_calls_of_lerobots_loop_train_as_one_process_does():
     accelerator, policy, optimizer, loader, schedule = built(configuration())
-    last = [step_as_lerobot(accelerator, policy, optimizer, schedule, batch) for batch in loader]
+    with Lines() as log:
+        last = [step_as_lerobot(accelerator, policy, optimizer, schedule, batch) for batch in loader]
     assert last == [False, True] * 4
+    # LeRobot's 8 steps are 4 optimizer steps.
+    assert [line.partition(":")[0] for line in log.of_steps()] == (["step 1/4"] if dist.get_rank() == 0 else []), (
+        log.lines
+    )
 
     plain = small_policy()
     reference = torch.optim.AdamW(plain.parameters(), lr=0.01)

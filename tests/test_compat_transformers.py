@@ -71,6 +71,9 @@ def test_a_trainer_computes_what_it_computes_without_sharding(tmp_path, kind, lo
     expected = run(kind, published, model, tmp_path / "ddp", lora=lora, max_steps=10)
     ours = run(kind, with_fsdp2, model, tmp_path / "ours", lora=lora, max_steps=10)
     assert len(logged(ours)) == 10
+    first, second = ours.state.log_history[:2]
+    assert "memory_allocated_bytes" in first and "samples_per_second" not in first
+    assert second["samples_per_second"] > 0 and second["data_seconds"] >= 0 and second["save_seconds"] >= 0
     for now, then in zip(logged(ours), logged(expected), strict=True):
         assert now == pytest.approx(then, rel=1e-5, abs=1e-6)
     weights = dict(ours.accelerator.unwrap_model(ours.model).named_parameters())

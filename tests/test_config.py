@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
+import numpy as np
 import pytest
 
 from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
@@ -22,15 +23,21 @@ def test_defaults_are_valid_and_frozen():
 @pytest.mark.parametrize(
     ("field", "value", "expected"),
     [
-        ("seed", "42", "an integer"),
+        ("seed", "042", "an integer"),
+        ("seed", "42.0", "an integer"),
+        ("seed", True, "an integer"),
         ("seed", -1, "at least 0"),
         ("max_norm", -1.0, "at least 0"),
-        ("max_norm", "1e-3", r"write 1\.0e-3"),
+        ("max_norm", "1_0", "a finite number"),
+        ("max_norm", "inf", "a finite number"),
+        ("max_norm", "", "a finite number"),
         ("max_norm", float("nan"), "finite"),
         ("micro_train_batch_size", 0, "at least 1"),
         ("train_batch_size", 1.5, "an integer"),
-        ("bf16", "yes", "true or false"),
-        ("bf16", 1, "true or false"),
+        ("bf16", "y", "true or false"),
+        ("bf16", 2, "true or false"),
+        ("bf16", 1.0, "true or false"),
+        ("bf16", None, "true or false"),
         ("grad_sync", "late", "defer_all_reduce, last, every"),
         ("keep_fp32", "norm", r"keep_fp32: \[norm\]"),
         ("block_class_names", [3], "list of names"),
@@ -38,12 +45,12 @@ def test_defaults_are_valid_and_frozen():
         ("prefetch_depth", 0, "at least 1"),
         ("ignored_modules", "vision", r"ignored_modules: \[vision\]"),
         ("sequence_parallel_size", 0, "at least 1"),
-        ("sequence_parallel_size", "2", "at least 1"),
+        ("sequence_parallel_size", "two", "at least 1"),
         ("shard_size", 0, "-1 or auto"),
         ("shard_size", "all", "-1 or auto"),
         ("shard_size", True, "-1 or auto"),
         ("reshard_after_forward", 0, "true, false or an integer"),
-        ("reshard_after_forward", "yes", "true, false or an integer"),
+        ("reshard_after_forward", "maybe", "true, false or an integer"),
         ("activation_checkpointing", "Block", r"activation_checkpointing: \[Block\]"),
         ("keep_fp32", True, "list of names"),
         ("timeout_minutes", 0, "more than 0"),
@@ -95,6 +102,40 @@ def test_a_trainers_namespace_keeps_its_own_keys():
         StrategyConfig.from_args(args)
 
 
+SWITCHES = ("bf16", "fp16", "reduce_in_full_precision", "use_mp_opt", "adam_offload", "cpu_offload", "memory_snapshot")
+
+
+def test_every_switch_is_known():
+    switches = [f.name for f in dataclasses.fields(StrategyConfig) if isinstance(f.default, bool)]
+    assert set(switches) == {*SWITCHES, "compile_blocks", "reshard_after_forward"}
+
+
+@pytest.mark.parametrize("field", [*SWITCHES, "compile_blocks", "activation_checkpointing", "cast_inputs"])
+def test_a_switch_from_a_shell_counts_as_what_it_says(field):
+    for value in (1, "1", "true", "True", "yes", " on ", np.bool_(True), np.int64(1), True):
+        assert getattr(StrategyConfig.from_args({field: value}), field) is True, value
+    off = () if field in ("activation_checkpointing", "cast_inputs") else False
+    for value in (0, "0", "false", "False", "no", "OFF", np.bool_(False), np.int64(0), False):
+        assert getattr(StrategyConfig.from_args({field: value}), field) == off, value
+    assert StrategyConfig(mixed_mm_data="true").mixed_mm_data == "root"
+    assert StrategyConfig(mixed_mm_data="0").mixed_mm_data is None
+
+
+def test_numbers_may_be_text(tmp_path):
+    args = {"max_norm": "1e-3", "train_batch_size": "8", "seed": "7", "sp_size": "0", "tp_size": "2", "pp_size": "1"}
+    expected = StrategyConfig(max_norm=0.001, train_batch_size=8, seed=7, tensor_parallel_size=2)
+    assert StrategyConfig.from_args(args) == expected
+    path = tmp_path / "strategy.yaml"
+    path.write_text("max_norm: 1e-3\nseed: '7'\ntimeout_minutes: .5\n")
+    assert StrategyConfig.from_yaml(path) == StrategyConfig(max_norm=0.001, seed=7, timeout_minutes=0.5)
+    config = StrategyConfig(seed=np.int64(3), max_norm=np.float32(0.5), shard_size="2", reshard_after_forward="1")
+    assert (config.seed, config.max_norm, config.shard_size) == (3, 0.5, 2)
+    assert config.reshard_after_forward == 1 and config.reshard_after_forward is not True
+    assert StrategyConfig(reshard_after_forward="true").reshard_after_forward is True
+    assert StrategyConfig.from_args({"max_norm": "1.0", "max_grad_norm": 1.0}).max_norm == 1.0
+    assert all(type(value) in (int, float) for value in (config.seed, config.max_norm, config.shard_size))
+
+
 SEQUENCE_NAMES = ("sequence_parallel_size", "sp_size", "ulysses_sequence_parallel_size")
 
 
@@ -106,8 +147,8 @@ def test_a_sequence_parallel_size_has_three_names_in_a_trainers_namespace(name):
         assert StrategyConfig.from_args({name: value}) == StrategyConfig()
     others = {other: value for other, value in zip(SEQUENCE_NAMES, (1, 0, None), strict=True) if other != name}
     assert StrategyConfig.from_args({**others, name: 4}).sequence_parallel_size == 4, "defaults of a parser give way"
-    with pytest.raises(ConfigError, match=f"{name} is '2', expected" if name == SEQUENCE_NAMES[0] else "is '2'"):
-        StrategyConfig.from_args({name: "2"})
+    with pytest.raises(ConfigError, match=f"{name} is 'a', expected" if name == SEQUENCE_NAMES[0] else "is 'a'"):
+        StrategyConfig.from_args({name: "a"})
 
 
 def test_two_sequence_parallel_sizes_must_agree():

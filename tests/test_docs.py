@@ -8,6 +8,7 @@ import dataclasses
 import doctest
 import importlib
 import importlib.util
+import inspect
 import itertools
 import os
 import pkgutil
@@ -28,8 +29,10 @@ import pytest
 from helpers.versions import needs_split_layers
 
 import fsdp2_strategy
-from fsdp2_strategy import StrategyConfig
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
 from fsdp2_strategy.cli import parser
+from fsdp2_strategy.optim.groups import build_optimizer
+from fsdp2_strategy.optim.schedule import build_scheduler
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -49,6 +52,8 @@ NEEDS = {"tensor_parallel.md": needs_split_layers}
 
 ELSEWHERE = {
     "README.md": "test_the_readme_example_runs_and_resumes",
+    "index.md": "test_the_home_page_has_the_program_picture_and_figures_of_the_readme",
+    "coming_from_fsdp2.md": "test_both_programs_have_the_same_losses_and_weights_also_after_a_resume",
     "coming_from_vitra.md": "test_the_code_of_the_page_on_vitra_runs",  # VITRA cannot be installed
     "ray.md": "test_the_code_of_the_page_runs",  # of test_ray.py, which has started Ray
     "rollout.md": "test_the_first_program_of_the_page_on_rollouts_runs",  # several programs, and vLLM
@@ -218,8 +223,6 @@ def test_the_code_of_the_page_on_vitra_runs(tmp_path):
     import torch
     from torch import nn
 
-    from fsdp2_strategy import FSDPV2Strategy
-
     os.chdir(tmp_path)
     builder = types.ModuleType("vitra.models.vla_builder")
     builder.build_vla = lambda config: nn.Linear(config["inputs"], 1)
@@ -266,6 +269,42 @@ def test_the_loops_of_the_pages_run_with_accumulation(page, tmp_path):
     code = code.replace("micro_train_batch_size=2", "micro_train_batch_size=2, gradient_accumulation_steps=2")
     run_blocks([blocks[0], code], page, {})  # the first block has the imports
     assert not Path("run/global_step0").exists()
+
+
+def test_the_home_page_has_the_program_picture_and_figures_of_the_readme():
+    readme, home = ROOT / "README.md", ROOT / "docs" / "index.md"
+    assert python_of(readme)[0].strip() == python_of(home)[0].strip()
+    lines = readme.read_text().replace("](docs/", "](").splitlines()
+    table = [line for line in lines[: lines.index("## Install")] if line.startswith(("|", "!["))]
+    assert len(table) == 6
+    assert set(table) <= set(home.read_text().splitlines())
+
+
+# --- width -----------------------------------------------------------------------------------------------------------
+
+
+def characters_at_1280():
+    """Return how many characters of a line of code fit between the sidebars, and into each of two columns without them.
+
+    The theme sets 1 rem to 20 pixels. A character of the widest of its fonts is 0.602 of the font's size.
+    """
+    lengths = re.findall(r"--([\w-]+): ([\d.]+)rem", (ROOT / "docs" / "site.css").read_text())
+    rem = {name: float(length) for name, length in lengths}
+    column = 1280 / 20 - 2 * rem["page-margin"]
+    widths = column - 2 * rem["sidebar-width"], (column - rem["column-gap"]) / 2
+    return [int((width - 2 * rem["code-padding"]) / (0.602 * rem["code-size"])) for width in widths]
+
+
+def line_length(file):
+    return int(re.search(r"^line-length = (\d+)", (ROOT / file).read_text(), re.MULTILINE)[1])
+
+
+def test_code_on_pages_fits_into_a_window_of_1280_pixels():
+    wide, narrow = characters_at_1280()
+    assert wide >= line_length("pyproject.toml"), "ruff formats the Python on pages"
+    assert narrow >= line_length("docs/examples/comparison/ruff.toml")
+    lines = [(name_of(p), line) for p in PAGES for block in shown_blocks(p.read_text()) for line in block.splitlines()]
+    assert [(page, line) for page, line in lines if len(line) > wide] == []
 
 
 # --- commands --------------------------------------------------------------------------------------------------------
@@ -391,6 +430,21 @@ def test_the_table_of_fields_is_the_configurations():
         if f.name != "extra"
     ]  # fmt: skip
     assert [(name, default.strip()) for name, default in rows] == expected
+
+
+@pytest.mark.parametrize("name", ["coming_from_torchtitan.md", "coming_from_accelerate.md"])
+def test_the_lines_and_settings_that_idioms_become_exist(name):
+    page = (ROOT / "docs" / name).read_text().partition("## Batch size")[0]
+    methods = {each: getattr(FSDPV2Strategy, each) for each in dir(FSDPV2Strategy) if not each.startswith("_")}
+    attributes = {*methods, "world_size", "accumulated_gradient", "config"}
+    assert set(re.findall(r"\bstrategy\.(\w+)", page)) <= attributes
+    calls = [*filter(callable, methods.values()), build_optimizer, build_scheduler]
+    parameters = {parameter for call in calls for parameter in inspect.signature(call).parameters}
+    known = {field.name for field in dataclasses.fields(StrategyConfig)} | attributes | parameters | {"from_pretrained"}
+    here = "".join(re.findall(r"^\| [^|]+ \| ([^|]+) \|$", page.partition("## Keys")[2], re.MULTILINE))
+    settings = set(re.findall(r"`(\w+)[`=(]", here))
+    assert settings <= known
+    assert len(settings) > 20 or "## Keys" not in page
 
 
 def test_the_picture_of_the_architecture_has_the_layers_of_the_package():

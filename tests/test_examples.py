@@ -240,9 +240,18 @@ def test_grpo_trains_a_folder_of_the_users_on_questions_of_a_file(tmp_path):
 # --- ppo -------------------------------------------------------------------------------------------------------------
 
 
+def run_ppo(folder):
+    """Run the program, and return the log without times."""
+    sizes = ["--steps", "2", "--save-every", "1", "--rollout-batch-size", "32", "--reward-model-steps", "2"]
+    ppo.train(ppo.arguments(["--run-dir", str(folder), *sizes, *TINY]))
+    dist.barrier()
+    entries = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in entry.items() if name != "seconds"} for entry in entries]
+
+
 @pytest.mark.full
 @pytest.mark.ranks(2)
-def test_ppo_trains_actor_and_critic(tmp_path):
+def test_ppo_trains_actor_and_critic_and_resumes_both_at_one_step(tmp_path):
     stayed = []
     update = ppo.update
 
@@ -256,12 +265,15 @@ def test_ppo_trains_actor_and_critic(tmp_path):
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(ppo, "update", watched)
-        sizes = ["--steps", "2", "--rollout-batch-size", "32", "--reward-model-steps", "2"]
-        ppo.train(ppo.arguments(["--run-dir", str(tmp_path), *sizes, *TINY]))
-    dist.barrier()
+        entries = run_ppo(tmp_path)
     assert stayed == [[]] * 4
-    entries = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [entry["step"] for entry in entries] == [1, 2] and all(0 <= entry["score"] <= 1 for entry in entries)
+    if dist.get_rank() == 0:
+        newest = (tmp_path / "ckpts" / "latest").read_text().strip()
+        assert (tmp_path / "ckpts" / newest / "critic").is_dir()
+        shutil.rmtree(tmp_path / "ckpts" / newest)  # as if the run had been killed before this save
+    dist.barrier()
+    assert run_ppo(tmp_path) == [*entries, entries[1]]
 
 
 # --- sft -------------------------------------------------------------------------------------------------------------

@@ -125,6 +125,21 @@ def files_in(folder):
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
+@pytest.mark.ranks(2)
+def test_a_layout_takes_what_it_is_not_given_from_the_strategy(tmp_path):
+    strategy, policy, optimizer = start(micro_train_batch_size=3, gradient_accumulation_steps=2)
+    train(strategy, policy, optimizer, range(2))
+    for name, given, expected in (
+        ("filled", {}, (3, 2, 2)),
+        ("given", {"batch_size": 5, "gradient_accumulation_steps": 4}, (5, 4, 4)),
+    ):
+        strategy.save_ckpt(policy, tmp_path / name, layout=LeRobotLayout(total_steps=9, **given))
+        found = json.loads((tmp_path / name / "last/training_state/training_step.json").read_text())
+        assert (found["batch_size"], found["grad_accum_steps"], found["step"]) == expected
+    with pytest.raises(CheckpointError, match="batch_size of LeRobotLayout is None, expected the samples of one"):
+        save_checkpoint(policy, tmp_path / "free", step=1, optimizer=optimizer, layout=LeRobotLayout(total_steps=9))
+
+
 BESIDE = [
     "config.json",
     "policy_postprocessor.json",

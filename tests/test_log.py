@@ -8,11 +8,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from helpers.worlds import some_rows
 
 from fsdp2_strategy import StrategyConfig
 from fsdp2_strategy.distributed import progress
 from fsdp2_strategy.errors import size_text
+from fsdp2_strategy.hf.load import _summary
+from fsdp2_strategy.hf.meta.initialize import TensorWithoutValues
 
 SCRIPT = """
 import logging
@@ -45,6 +48,48 @@ def test_the_level_is_what_the_program_says(before, arguments, shows):
     out, err = run(before, arguments)
     assert out == "reward 0.5\n"
     assert ("strategy on 1 rank: bf16 = False" in err) == shows, err
+
+
+@pytest.mark.full
+def test_a_program_that_configures_logging_later_has_each_record_once():
+    code = """
+import logging
+from fsdp2_strategy import FSDPV2Strategy
+with FSDPV2Strategy(bf16=False) as strategy:
+    pass
+logging.basicConfig(level=logging.INFO)
+with FSDPV2Strategy(bf16=False, seed=1) as strategy:
+    pass
+"""
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    lines = [line for line in done.stderr.splitlines() if "strategy on 1 rank" in line]
+    assert len(lines) == 2 and lines[1].startswith("INFO:fsdp2_strategy:strategy on 1 rank: seed = 1"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("loaded", "where", "drawn", "buffers", "text"),
+    [
+        (30, ["base"], 0, 0, "loaded 30 tensors from base"),
+        (30, ["base"], 0, 2, "loaded 30 tensors from base; computed 2 buffers"),
+        (1, ["base", "other"], 1, 0, "loaded 1 tensor from base, other; initialised 1 tensor (w0), which it lacks"),
+        (0, ["base"], 2, 0, "loaded no tensor from base; initialised 2 tensors (w0, w1), which it lacks"),
+        (
+            0,
+            [],
+            48,
+            1,
+            "initialised 48 tensors as its constructors do; no pretrained weights were loaded; computed 1 buffer",
+        ),
+    ],
+)
+def test_a_load_says_what_was_loaded_initialised_and_computed(loaded, where, drawn, buffers, text):
+    module = torch.nn.Module()
+    for number in range(buffers):
+        module.register_buffer(f"b{number}", torch.zeros(1), persistent=False)
+    without = [TensorWithoutValues(f"w{n}", torch.zeros(1), [(module, f"w{n}")], None) for n in range(drawn)]
+    without += [TensorWithoutValues(f"b{n}", torch.zeros(1), [(module, f"b{n}")], None) for n in range(buffers)]
+    assert _summary(loaded, where, without) == text
 
 
 def test_changes_are_the_settings_that_differ_from_their_defaults():

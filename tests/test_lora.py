@@ -9,6 +9,7 @@ import json
 import time
 import warnings
 from contextlib import nullcontext, redirect_stderr
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -42,6 +43,7 @@ from fsdp2_strategy import (
     shard_model,
     sizes,
 )
+from fsdp2_strategy.checkpoint import components
 from fsdp2_strategy.cli import main
 from fsdp2_strategy.errors import CheckpointError, RolloutError
 from fsdp2_strategy.hf import export
@@ -753,7 +755,48 @@ def test_a_checkpoint_of_the_whole_resumes_to_the_bit_and_its_model_opens_as_the
     assert opened.keys() == base.keys() and all(torch.equal(opened[n], t) for n, t in base.items())
     with redirect_stderr(io.StringIO()) as said:
         assert main(["export", str(saved.path), str(tmp_path / "out")]) == 2
-    assert "it contains adapters" in said.getvalue()
+    assert "it contains adapters" in said.getvalue() and "Pass --merge-adapters" in said.getvalue()
+
+
+def save_and_export(folder, kind):
+    strategy, model, _ = trained_a_step(adapted(**KINDS[kind]), KINDS[kind].get("name", "llama"))
+    strategy.save_ckpt(model, folder / "ckpts")
+    for name, dtype in (("same", None), ("bf16", torch.bfloat16)):
+        strategy.save_model(model, None, folder / name, dtype=dtype)
+
+
+@pytest.mark.full
+@pytest.mark.each
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_the_command_line_merges_adapters_as_save_model_does(kind, run_on, tmp_path):
+    run_on(2, save_and_export, folder=tmp_path, kind=kind)
+    [saved] = list_checkpoints(tmp_path / "ckpts")
+    for name, options in (("same", []), ("bf16", ["--dtype", "bf16"])):
+        out = tmp_path / f"{name}.out"
+        assert main(["export", "-q", "--merge-adapters", str(saved.path), str(out), *options]) == 0
+        assert_same_tensors(out, tmp_path / name)
+        assert (out / "config.json").read_text() == (tmp_path / name / "config.json").read_text()
+
+
+@pytest.mark.full
+@pytest.mark.ranks(1)
+def test_a_checkpoint_without_the_configuration_of_its_adapters_gets_it_from_a_folder(tmp_path):
+    strategy, model, _ = trained_a_step(adapted(target_modules=["q_proj"]), "llama")
+    with patch.object(components, "adapter_configurations", lambda _: {}):  # as in the versions before it was saved
+        path = strategy.save_ckpt(model, tmp_path / "ckpts")
+    strategy.save_model(model, None, tmp_path / "expected")
+    strategy.save_model(model, None, tmp_path / "adapters", merge_adapters=False)
+    with redirect_stderr(io.StringIO()) as said:
+        assert main(["export", "--merge-adapters", str(path), str(tmp_path / "out")]) == 2
+    assert "lacks wrapper/adapter_config.json" in said.getvalue() and "--sidecars" in said.getvalue()
+    folder = ["--sidecars", str(tmp_path / "adapters")]
+    assert main(["export", "-q", "--merge-adapters", *folder, str(path), str(tmp_path / "out")]) == 0
+    assert_same_tensors(tmp_path / "out", tmp_path / "expected")
+    other = json.loads((tmp_path / "adapters/adapter_config.json").read_text()) | {"r": 5}
+    (tmp_path / "adapters/adapter_config.json").write_text(json.dumps(other))
+    with redirect_stderr(io.StringIO()) as said:
+        assert main(["export", "--merge-adapters", *folder, str(path), str(tmp_path / "no")]) == 2
+    assert "with another shape" in said.getvalue()
 
 
 # --- in ------------------------------------------------------------------------------------------------------------

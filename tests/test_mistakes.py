@@ -8,13 +8,18 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
+import torch
 import torch.distributed as dist
 from helpers.mistakes import MISTAKES, page
+from helpers.models import batch_of, build
+from helpers.training import prepared, strategy_for, train
+from torch.distributed.tensor import DTensor
 
 PAGE = Path(__file__).parent.parent / "docs" / "troubleshooting.md"
 
@@ -82,6 +87,41 @@ def test_a_rank_that_waits_alone_hears_which_ranks_are_missing(name, tmp_path):
 @pytest.mark.parametrize("name", [name for name, entry in MISTAKES.items() if not entry.loses_a_rank])
 def test_every_rank_hears_of_a_mistake(name, tmp_path, run_on):
     run_on(2, make, name=name, folder=tmp_path)
+
+
+EVERYDAY_CALLS = {
+    "gradient_checkpointing_enable": lambda model: model.gradient_checkpointing_enable(),
+    "tie_weights": lambda model: model.tie_weights(),
+    "to(device)": lambda model: model.to(next(model.parameters()).device),
+    "load_state_dict": lambda model: model.load_state_dict(build("llama").state_dict()),
+}
+"""Calls of Hugging Face after which a model trains as without them."""
+
+
+@pytest.mark.ranks(2)
+def test_everyday_calls_change_no_number_of_a_run():
+    results = {}
+    for name, call in {"none": lambda model: None, **EVERYDAY_CALLS}.items():
+        strategy = strategy_for()
+        model, optimizer, scheduler = prepared(strategy)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # transformers has another name for a call
+            call(model)
+        results[name] = [
+            (loss, result.grad_norm) for loss, result, _ in train(strategy, model, optimizer, scheduler, range(2))
+        ]
+    assert all(result == results["none"] for result in results.values()), results
+
+
+@pytest.mark.ranks(2)
+def test_everyday_calls_see_full_parameters_and_any_prompts():
+    plain, model = build("llama"), strategy_for().prepare_model(build("llama"))
+    assert model.num_parameters() == plain.num_parameters()
+    assert model.get_memory_footprint() == plain.get_memory_footprint()
+    ids = batch_of("llama", 0, dist.get_rank())["input_ids"][:1, : 4 + dist.get_rank()]
+    generated = model.generate(ids, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+    assert torch.equal(generated, plain.generate(ids, max_new_tokens=3, min_new_tokens=3, do_sample=False))
+    assert all(isinstance(tensor, DTensor) for tensor in model.state_dict().values())
 
 
 def test_the_page_on_troubleshooting_is_the_table():

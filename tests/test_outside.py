@@ -352,8 +352,8 @@ def updated_and_compared(actor, strategy, name):
     with torch.no_grad():
         scores = actor.eval()(input_ids=ids).logits.float().log_softmax(-1)
     engine = strategy.inference_engine
-    assert (engine is None) == (strategy.get_rank() != 0)
-    if engine is not None:
+    assert bool(engine) == (strategy.get_rank() == 0)
+    if engine:
         assert torch.equal(engine.generate(ids, **GREEDY), own.generate(ids, **GREEDY))
         told = engine.generate(ids, **GREEDY, return_dict_in_generate=True, output_logits=True)
         expected = own.generate(ids, **GREEDY, return_dict_in_generate=True, output_logits=True)

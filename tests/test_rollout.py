@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import itertools
 import logging
 import time
 import weakref
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -282,11 +284,33 @@ def args_of(**values):
 
 
 @pytest.mark.ranks(2)
+def test_a_rank_without_an_engine_says_which_ranks_have_one():
+    strategy = FSDPV2Strategy()
+    actor = strategy.prepare_model(build("llama_tied"))
+    engine = TransformersEngine(actor)
+    builders = {"on rank 1": lambda *_: engine if dist.get_rank() else None}
+    with patch.dict(ENGINES, builders):
+        returned = strategy.setup_inference_engine(None, "on rank 1", actor)
+    assert (returned is not None) == bool(strategy.inference_engine) == bool(dist.get_rank())
+    if dist.get_rank():
+        assert returned is strategy.inference_engine is engine
+        return
+    for absent in (strategy.inference_engine, copy.copy(strategy.inference_engine)):
+        with pytest.raises(
+            RolloutError,
+            match=r"cannot use 'generate' .*: rank 0 holds none, expected one of 1 rank \(1\)\. Call it there",
+        ):
+            absent.generate(None)
+
+
+@pytest.mark.ranks(2)
 def test_a_trainer_sets_up_updates_and_puts_its_engine_to_sleep():
     strategy = FSDPV2Strategy(args={"enable_engine_sleep": True})
     actor = strategy.prepare_model(build("llama_tied"), is_training=True)
     optimizer = strategy.create_optimizer(actor, lr=0.1)
-    assert strategy.inference_engine is None
+    assert not strategy.inference_engine
+    with pytest.raises(RolloutError, match=r"cannot use 'generate' .*: there is no inference engine, .*Call setup_inf"):
+        strategy.inference_engine.generate(None)
     strategy.maybe_sleep_inference_engine()
     strategy.wakeup_inference_engine()
     engine = strategy.setup_inference_engine(None, "transformers", actor)

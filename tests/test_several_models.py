@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import re
 import shutil
 
 import pytest
@@ -421,7 +422,8 @@ def test_the_command_line_knows_several_models(tmp_path, capsys, run_on):
     capsys.readouterr()
     assert main(["inspect", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert "models           gpt2, llama" in shown and "\ngpt2/model: " in shown and "\nllama/model: " in shown
+    for line in (r"models +gpt2, llama", r"  gpt2/model +\d+ tensors, .*", r"  llama/model +\d+ tensors, .*"):
+        assert re.search(rf"^{line}$", shown, re.MULTILINE), shown
     assert main(["inspect", "--json", str(tmp_path)]) == 0
     [found] = json.loads(capsys.readouterr().out)
     assert found["models"]["llama"]["step"] == 0 and found["components"].keys() == {"gpt2/model", "llama/model"}

@@ -80,11 +80,11 @@ def test_a_loop_writes_one_record_per_step_from_rank_0(tmp_path):
         assert not own.exists() and recorder.calls == ["hparams", "finalize"]
         return
     first, skipped, last = records = lines_of(own / "sft.jsonl")
-    assert all(
-        record.keys() == STEP | {"tokens", "tokens_per_second", "reward", "clipped", "epoch"} for record in records
-    )
+    given = STEP | {"tokens", "tokens_per_second", "reward", "clipped", "epoch"}
+    measured = {"samples", "model_flops", "hardware_flops", "save_seconds", "memory_allocated_bytes"}
+    assert all(record.keys() - {"data_seconds", "samples_per_second"} == given | measured for record in records)
     for record, result in zip((first, last), (results[1], results[5]), strict=True):
-        for name in ("step", "loss", "lr", "grad_norm", "tokens"):
+        for name in ("step", "loss", "lr", "grad_norm", "tokens", *measured):
             assert record[name] == getattr(result, name), name
         assert (record["skipped"], record["tokens"]) == (0, 22)
         assert record["tokens_per_second"] == pytest.approx(22 / record["seconds_per_step"])

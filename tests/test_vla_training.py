@@ -12,11 +12,13 @@ import signal
 import time
 from dataclasses import dataclass, field
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from flow_vla import FlowBlock, FlowVLA, Processor, make_backbone
+from helpers.log_lines import Lines
 from helpers.models import build
 from helpers.reference import CountCollectives, full_parameters
 from helpers.training import assert_same, full_state
@@ -29,6 +31,7 @@ from train_vla import open_demonstrations, write_demonstrations
 
 from fsdp2_strategy import StrategyConfig, list_checkpoints
 from fsdp2_strategy.data import ResumableLoader
+from fsdp2_strategy.distributed.progress import Progress
 from fsdp2_strategy.errors import CheckpointError, ConfigError, DataError, OptimizerError, ShardError, StepError
 from fsdp2_strategy.integrations.lerobot import LeRobotLayout
 from fsdp2_strategy.integrations.lerobot.layout import TRAIN_CONFIG
@@ -213,6 +216,31 @@ def run(run_dir, loader, *, stop_after=None, seed=0, save_interval=2, **options)
     return strategy, recorder.records
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("on_terminal", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_the_loop_shows_its_steps_once(tmp_path, on_terminal):
+    shown = []
+    with contextlib.ExitStack() as patches, Lines() as log:
+        for module in ("strategy", "training_loop"):
+            name = f"fsdp2_strategy.integrations.vitra.{module}.is_terminal"
+            patches.enter_context(patch(name, lambda: on_terminal))
+        patches.enter_context(patch("fsdp2_strategy.tracking.step_meter.SECONDS_OF_BAR", 0.0))
+        patches.enter_context(patch.object(Progress, "describe", lambda _, status: shown.append(status)))
+        config = StrategyConfig(log_every_steps=2)
+        strategy, _ = run(tmp_path, "resumable", save_interval=None, config=config)
+        taken = strategy.global_step(strategy.vla)
+        strategy.close()
+    steps = [line.partition(" loss")[0] for line in log.of_steps()]
+    total = strategy.num_training_steps
+    if on_terminal:
+        assert steps == [] and "samples/s" in shown[-1] and "Global Step" in shown[-1]
+    else:
+        lines = [1, *range(2, taken + 1, 2), *([taken] if taken % 2 else [])]
+        expected = [f"{strategy.stage}: step {step}/{total}:" for step in lines]
+        assert steps == (expected if dist.get_rank() == 0 else [])
+        assert not any("samples/s" in status for status in shown)
+
+
 @pytest.mark.full
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
@@ -263,8 +291,8 @@ def test_a_run_in_lerobots_layout_resumes_with_the_same_losses(tmp_path):
 
 @pytest.mark.ranks(2)
 def test_a_layout_for_another_batch_size_or_accumulation_is_an_error():
-    for wrong in ({"batch_size": 4, "gradient_accumulation_steps": 2}, {"batch_size": 2}):
-        layout = LeRobotLayout(total_steps=7, **{"batch_size": 2, **wrong})
+    for batch_size, accumulated in ((4, 2), (2, 1)):
+        layout = LeRobotLayout(total_steps=7, batch_size=batch_size, gradient_accumulation_steps=accumulated)
         with pytest.raises(ConfigError, match=r"of layout is [14], expected 2, as this strategy trains"):
             strategy_of(Policy(), layout=layout)
 

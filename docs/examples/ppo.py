@@ -4,7 +4,7 @@
 
 The reward model is a language model, trained on right sums first, which takes seconds. Its score is the probability
 that it gives to an answer. PPO gets only scores; the log also contains the share of right answers. The task is in
-arithmetic.py.
+arithmetic.py. Actor and critic are saved as one checkpoint, from which the program resumes.
 """
 
 import argparse
@@ -52,10 +52,12 @@ def train(args: argparse.Namespace) -> None:
         actor_and_optimizer, critic_and_optimizer, reward_model, reference = strategy.prepare_models_and_optimizers(
             actor, critic, reward_model, reference, args, max_steps=args.steps * updates
         )
+        trained = {"actor": actor, "critic": critic}
+        _, state = strategy.load_ckpt(trained, args.run_dir / "ckpts")
         strategy.setup_inference_engine(args, engine_type="transformers", actor=actor)
         strategy.offload_model([reward_model, reference])
 
-        for step in range(args.steps):
+        for step in range(state.get("step", 0), args.steps):
             clock = Clock()
             strategy.wakeup_inference_engine()
             batch, right = rollout(strategy, args, step)
@@ -83,6 +85,8 @@ def train(args: argparse.Namespace) -> None:
             if strategy.is_rank_0():
                 with (args.run_dir / "log.jsonl").open("a") as log:
                     print(json.dumps({"step": step + 1, **means, **metrics, "seconds": clock.seconds}), file=log)
+            if (step + 1) % args.save_every == 0:  # one commit: both models resume at the same step
+                strategy.save_ckpt(trained, args.run_dir / "ckpts", client_state={"step": step + 1})
         strategy.save_model(actor, output_dir=args.run_dir / "export")
 
 
@@ -160,17 +164,17 @@ def update(
     critic, critic_optimizer, critic_scheduler = critic_and_optimizer
     sums = torch.zeros(3, dtype=torch.float64)
     for mini_batch in split(batch, args.train_batch_size // strategy.world_size):
-        tokens = strategy.all_reduce(int(mini_batch["answer_mask"].sum()), "sum")
         for micro_batch in split(mini_batch, args.micro_train_batch_size):
             mask = micro_batch["answer_mask"]
+            tokens = int(mask.sum())
             log_ratio = (log_probs_of(actor, micro_batch) - micro_batch["old_log_probs"])[mask]
             loss = -clipped_objective(log_ratio, micro_batch["advantages"][mask], args.eps_clip).sum()
-            strategy.backward(loss, actor, optimizer, num_items_in_batch=tokens)
+            strategy.backward(loss, actor, optimizer, num_items=tokens)
             strategy.optimizer_step(optimizer, actor, scheduler, name="actor")
             value_loss = clipped_value_loss(critic(micro_batch), micro_batch, args.value_clip)
-            strategy.backward(value_loss, critic, critic_optimizer, num_items_in_batch=tokens)
+            strategy.backward(value_loss, critic, critic_optimizer, num_items=tokens)
             strategy.optimizer_step(critic_optimizer, critic, critic_scheduler, name="critic")
-            sums += sums.new_tensor([loss.item(), value_loss.item(), mask.sum().item()])
+            sums += sums.new_tensor([loss.item(), value_loss.item(), tokens])
     loss_sum, value_loss_sum, tokens = strategy.all_reduce(sums, "sum").tolist()
     return {"loss": loss_sum / tokens, "value_loss": value_loss_sum / tokens, "tokens": int(tokens)}
 
@@ -194,6 +198,7 @@ def arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     add("--rollout-batch-size", type=int, default=512, help="problems per step, over all ranks")
     add("--train-batch-size", type=int, default=256, help="answers per optimizer step, over all ranks")
     add("--micro-train-batch-size", type=int, default=128, help="answers per forward pass of one rank")
+    add("--save-every", type=int, default=10, help="steps between checkpoints")
     parser.set_defaults(
         actor_learning_rate=1e-3, critic_learning_rate=1e-3, lr_warmup_ratio=0.05, adam_betas=(0.9, 0.99)
     )

@@ -105,22 +105,26 @@ def repeats_are_equal(records: list[dict[str, float]], key: str) -> bool:
 
 
 def plot(losses: list[dict[str, float]], successes: list[dict[str, float]], kill: int, picture: Path) -> None:
-    """Plot success and loss over the steps, and the kill."""
+    """Plot success and loss over the steps, the kill, and the losses of the repeated steps before and after it."""
     import matplotlib as mpl
 
     mpl.use("agg")
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(2, figsize=(8, 4.6), layout="constrained", sharex=True, height_ratios=(3, 2))
+    logged = [(record[STEP], record[LOSS]) for record in losses]
+    restart = next(i for i in range(1, len(logged)) if logged[i][0] <= logged[i - 1][0])
+    before, after = logged[:restart], logged[restart:]
+    repeated = len(logged) - len(dict(logged))
+    figure, panels = plt.subplots(2, figsize=(8, 5), layout="constrained", sharex=True, height_ratios=(1, 1))
     panels[0].plot([e["step"] for e in successes], [e["success"] for e in successes], "o-", color="#1f6fb4")
     panels[0].set_ylabel("share of tables done")
     panels[0].set_ylim(0, 1)
     panels[0].set_title("Robot policy, killed and resumed", fontsize=11, loc="left")
-    last = {record[STEP]: record[LOSS] for record in losses}
-    window = max(1, len(last) // 100)
-    smooth = np.convolve(list(last.values()), np.ones(window) / window, mode="valid")
-    panels[1].plot(list(last), list(last.values()), color="#c9c9c9", linewidth=1)
-    panels[1].plot(list(last)[window - 1 :], smooth, color="#d1495b", linewidth=1.8)
+    steps, values = zip(*dict(logged).items(), strict=True)
+    window = max(1, len(values) // 100)
+    smooth = np.convolve(values, np.ones(window) / window, mode="valid")
+    panels[1].plot(steps, values, color="#c9c9c9", linewidth=1)
+    panels[1].plot(steps[window - 1 :], smooth, color="#1f6fb4", linewidth=1.8)
     panels[1].set_ylabel("loss")
     panels[1].set_ylim(0, 1.2 * smooth.max())
     panels[1].set_xlabel("step")
@@ -128,6 +132,14 @@ def plot(losses: list[dict[str, float]], successes: list[dict[str, float]], kill
         axes.axvline(kill, color="#333333", linewidth=1, linestyle=":")
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].annotate("SIGKILL", (kill, 0), textcoords="offset points", xytext=(5, 6), fontsize=9)
+
+    zoom = panels[1].inset_axes((0.54, 0.4, 0.45, 0.46))
+    shown = repeated + repeated // 3
+    zoom.plot(*zip(*before[-shown:], strict=True), color="#c9c9c9", linewidth=5)
+    zoom.plot(*zip(*after[:shown], strict=True), color="#d1495b", linewidth=1.2)
+    zoom.axvline(kill, color="#333333", linewidth=1, linestyle=":")
+    zoom.set_title(f"{repeated} repeated steps: bitwise equal losses", fontsize=8, loc="left")
+    zoom.tick_params(labelsize=7)
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=130, metadata={"Software": None})
 

@@ -12,6 +12,7 @@ model's tensors in the files.
 from __future__ import annotations
 
 import copy
+import fnmatch
 import shutil
 import sys
 from collections.abc import Container, Mapping
@@ -32,12 +33,12 @@ from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.library_internals import names_not_saved
 from fsdp2_strategy.hf.load_plan import LoadReport, match_tensors
 from fsdp2_strategy.hf.mismatches import CHECKPOINT
-from fsdp2_strategy.hf.peft.files import ADAPTER_WEIGHTS, AdapterFiles
+from fsdp2_strategy.hf.peft.files import ADAPTER_WEIGHTS, AdapterFiles, adapter_configurations, adapter_folder
 from fsdp2_strategy.hf.peft.merge import has_adapters, is_peft_model, names_without_adapters, without_adapter_modules
 from fsdp2_strategy.hf.save_plan import TensorLayout, choose_layout, tensors_to_write
 from fsdp2_strategy.hf.skeleton import copy_module_shell, meta_skeleton
 from fsdp2_strategy.hf.transformers_models import inner_model, is_transformers_model, write_configuration
-from fsdp2_strategy.hf.weights_folder import WeightsSource, folder_of, open_folder
+from fsdp2_strategy.hf.weights_folder import CONFIG, WeightsSource, folder_of, has_root_names, open_folder
 from fsdp2_strategy.model.fsdp_state import class_name
 from fsdp2_strategy.model.names import saved_tensors
 from fsdp2_strategy.model.state import Slot, model_state
@@ -58,6 +59,12 @@ _TOKENIZER_FILES = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
+
+
+def is_sidecar_of_model(path: Path) -> bool:
+    """Return whether a file is the configuration of a model, or belongs to its tokenizer or processor."""
+    names = (*_TOKENIZER_FILES, CONFIG, "generation_config.json")
+    return any(fnmatch.fnmatchcase(path.name, name) for name in names)
 
 
 @dataclass(frozen=True)
@@ -86,7 +93,12 @@ class ModelComponents:
             rest = {name: tensor for name, tensor in saved_tensors(root).items() if id(tensor) not in inside}
             if rest:
                 components.append(Component.of(paths.state / WRAPPER, rest))
-        return cls(components, SidecarFiles.of(paths.model, base, layout.regions, folder_of(inner)))
+        sidecars = SidecarFiles.of(paths.model, base, layout.regions, folder_of(inner))
+        if base is not inner:
+            wrapper, configurations = paths.state / WRAPPER, adapter_configurations(inner)
+            folders = {adapter_folder(name, wrapper): each for name, each in configurations.items()}
+            sidecars = replace(sidecars, adapter_configurations=folders)
+        return cls(components, sidecars)
 
 
 def adapter_components(
@@ -125,6 +137,8 @@ class SidecarFiles:
     source: Path | None = None
     """Folder to copy the tokenizer files from if no tokenizer is given."""
     adapters: AdapterFiles | None = None
+    adapter_configurations: Mapping[Path, Any] = field(default_factory=dict)
+    """peft's configurations of the adapters in ``wrapper/``, by folder: an export that merges them needs these."""
     further: FolderContent | None = None
     """Files of the layout."""
     also_in: Path | None = None
@@ -157,6 +171,8 @@ class SidecarFiles:
         if self.adapters is not None:
             for adapter in self.adapters.regions:
                 self.adapters.write_configuration(adapter, self.adapters.adapter_folder(adapter, self.folder))
+        for folder, configuration in self.adapter_configurations.items():
+            configuration.save_pretrained(folder)
         if self.further is not None:  # may replace the configuration that was written above
             self.further.write(self.folder)
         self._write_tokenizer(tokenizer)
@@ -231,7 +247,19 @@ def _match_trainable(
     return targets_by_name("model", in_both, stored), report
 
 
+def _match_root(root: nn.Module, paths: CheckpointPaths) -> tuple[LoadTargets, LoadReport]:
+    """Match by the names of the whole model; see [Note: names of a converted checkpoint] in `convert`."""
+    origin = open_folder(root, paths.weights, has_model_names=True, belongs=paths.lists)
+    known = {module: (origin, name) for name, module in root.named_modules()}
+    targets, report = match_tensors(root, known, CHECKPOINT)
+    missing = [each.name for each in targets if not (each.is_non_persistent or each.regions)]
+    of_files = [(each.name, each.regions[0], each.tensor) for each in targets if each.regions]
+    return of_files, LoadReport(report.loaded, missing, report.unexpected, report.cast)
+
+
 def _match_full(root: nn.Module, paths: CheckpointPaths) -> tuple[LoadTargets, LoadReport]:
+    if has_root_names(paths.weights, paths.lists):
+        return _match_root(root, paths)
     inner = root if paths.is_lerobot else inner_model(root)
     wrapper = paths.state / WRAPPER
     builds_adapters = paths.is_lerobot and not is_peft_model(inner)

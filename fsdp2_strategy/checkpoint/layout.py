@@ -7,7 +7,7 @@ layout; an integration whose trainers expect another one has a subclass. `paths`
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import nn
@@ -31,6 +31,10 @@ class Layout:
     def tag(self, step: int) -> str:
         """Return the default name of the checkpoint of a step."""
         return f"global_step{step}"
+
+    def of_run(self, *, batch_size: int, gradient_accumulation_steps: int) -> Self:  # noqa: ARG002  for other layouts
+        """Return the layout with what a strategy knows of its run in place of what is not given."""
+        return self
 
     def shared_values(self) -> object:
         """Return the values that all ranks must have in common."""

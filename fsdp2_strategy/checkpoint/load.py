@@ -33,7 +33,9 @@ from fsdp2_strategy.checkpoint.data_position import (
 from fsdp2_strategy.checkpoint.different_steps import record_resume
 from fsdp2_strategy.checkpoint.directory import recover
 from fsdp2_strategy.checkpoint.file_schemas import RANK_FILE_BYTES
-from fsdp2_strategy.checkpoint.foreign_formats import Foreign, find_foreign, is_foreign, load_foreign
+from fsdp2_strategy.checkpoint.foreign.contents import read_contents
+from fsdp2_strategy.checkpoint.foreign.load import load_foreign, restore_foreign_schedule
+from fsdp2_strategy.checkpoint.foreign.recognise import Foreign, describe_contents, newest_in
 from fsdp2_strategy.checkpoint.gc_pause import gc_paused
 from fsdp2_strategy.checkpoint.listing import (
     REPLACED,
@@ -73,16 +75,20 @@ from fsdp2_strategy.checkpoint.signature import read_key
 from fsdp2_strategy.checkpoint.storage import LoadTargets, read_all, stored_in, targets_by_name
 from fsdp2_strategy.checkpoint.trainable_only import LeftOut
 from fsdp2_strategy.checkpoint.training_state import (
+    CONVERTED_FROM,
+    POSITION,
     LoadedCheckpoint,
     allocate_optimizer_state,
     check_optimizer,
     check_restored,
     check_scheduler,
+    has_position_only,
     require_saved,
     restore_optimizer,
     restore_scheduler,
     settings_by_group,
     unwrap_and_reshard,
+    with_first_names,
 )
 from fsdp2_strategy.distributed.agreement import all_or_none, check_equal, from_rank_0
 from fsdp2_strategy.distributed.log import log
@@ -97,6 +103,7 @@ from fsdp2_strategy.model.ranks import on_model_ranks
 from fsdp2_strategy.model.weight_versions import count_change
 from fsdp2_strategy.optim.schedule import check_schedule_of
 from fsdp2_strategy.storage.file_reads import read_repeats, repeated
+from fsdp2_strategy.storage.json_values import from_json_values
 from fsdp2_strategy.storage.regions import Region, sources_of
 from fsdp2_strategy.storage.replicated_reads import divide_reads
 from fsdp2_strategy.storage.safetensors_format import read_header
@@ -155,7 +162,8 @@ def load_checkpoint(
         verify: verify the checksums of the tensors; those of headers and small files are always verified.
         fallback: if the checkpoint is corrupted, log a warning, and load the newest intact checkpoint that is older.
             This needs a directory of checkpoints as ``load_dir``, or the link ``last``.
-        trust: allow checkpoints of other systems (``.distcp``, ``.pt`` and ``.bin``), whose pickles can run code.
+        trust: allow checkpoints of other systems whose pickles can run code; docs/checkpoints.md lists the kinds, and
+            which parts of each are restored.
         must_restore: raise if the checkpoint has the state of these, and the object is None. By default, state without
             an object is ignored.
         load_learning_rates: restore the learning rates with the optimizer's other hyper-parameters; if False, keep
@@ -164,7 +172,8 @@ def load_checkpoint(
             that it signed. Only rank 0 reads the key; see `read_key` and [Note: signature] in `signature`.
 
     Returns:
-        A report of the load; None if the directory is missing, or if it has no checkpoint and ``tag`` is None.
+        A report of the load; None if the directory is missing, or if ``tag`` is None and nothing in the directory is a
+        checkpoint or looks like weights.
 
     Raises:
         CheckpointError: on every rank: the tag does not exist, names or shapes differ, the checkpoint has other models,
@@ -288,20 +297,24 @@ def _load_foreign(request: _LoadRequest, foreign: Foreign) -> LoadedCheckpoint:
         load_model=request.load_model,
         strict=request.strict,
         must_restore=own.must_restore,
+        load_learning_rates=request.load_learning_rates,
     )
 
 
 @collective
-def foreign_training_state(load_dir: str | Path, tag: str | None = None) -> list[str] | None:
-    """Return which of "optimizer" and "scheduler" another system's checkpoint has, without reading pickles; collective.
+def foreign_training_state(load_dir: str | Path, tag: str | None = None, *, trust: bool) -> list[str] | None:
+    """Return which of "optimizer" and "scheduler" another system's checkpoint has; collective.
 
-    None if a load with these arguments would find no checkpoint of another system.
+    None if a load with these arguments would find no checkpoint of another system; empty without ``trust``, because
+    only pickles can tell.
     """
     load_dir = as_path(load_dir, "load")
+    state: list[str] | None = None
     with all_or_none(f"find a checkpoint in {load_dir}", CheckpointError):
-        foreign = _find(load_dir, tag, fallback=False, trust=True)[1] if is_rank_0() else None
-    state: list[str] | None = from_rank_0(foreign.training_state if foreign else None)
-    return state
+        if is_rank_0() and (foreign := _find(load_dir, tag, fallback=False, trust=True)[1]):
+            state = read_contents(foreign).training_state if trust else []
+    shared: list[str] | None = from_rank_0(state)
+    return shared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -470,18 +483,21 @@ def _restore_state(
     for name, own in request.models.items():
         plan, state = plans[name], states[name]
         if own.optimizer is not None:
-            values = state["optimizer"]["values"]
             restore_optimizer(
                 plan.root,
                 own.optimizer,
                 plan.optimizer_state,
                 plan.optimizer_settings,
-                values,
+                plan.optimizer_values,
                 load_learning_rates=request.load_learning_rates,
             )
         elif request.load_model:
             refresh_masters_of(plan.root)
-        if own.scheduler is not None:
+        if own.scheduler is not None and of_run.get(CONVERTED_FROM):
+            saved, has_new_rates = from_json_values(state["scheduler"]), own.optimizer is not None
+            has_new_rates = has_new_rates and request.load_learning_rates
+            restore_foreign_schedule(own.scheduler, saved, saved[POSITION], has_new_rates=has_new_rates)
+        elif own.scheduler is not None:
             restore_scheduler(own.scheduler, state["scheduler"])
     if request.restores_optimizer and rng is not None:
         load_rng(rng)
@@ -534,26 +550,32 @@ class _LoadPlan:
     """The optimizer's tensors among the targets, by parameter name and key."""
     optimizer_settings: list[dict[str, Any]]
     """Hyper-parameters of each group."""
+    optimizer_values: Mapping[str, Any]
+    """State that is not a tensor, as JSON values, by parameter name."""
 
 
 def _plan(own: _ModelRequest, request: _LoadRequest, paths: CheckpointPaths, state: Mapping[str, Any]) -> _LoadPlan:
     """Compare a checkpoint with the objects to restore, and allocate optimizer state; reads only headers."""
     root = unwrap_and_reshard(own.model)
     given = {"optimizer": own.optimizer, "scheduler": own.scheduler}
-    check_restored(own.must_restore, given, [name for name in given if state[name] is not None], paths.root)
+    saved = [name for name in given if state[name] is not None and not has_position_only(state[name])]
+    check_restored(own.must_restore, given, saved, paths.root)
     targets: list[tuple[str, Region, torch.Tensor]] = []
     report = LoadReport()
     optimizer_state: dict[str, dict[str, torch.Tensor]] = {}
     settings: list[dict[str, Any]] = []
+    values: Mapping[str, Any] = {}
     if request.load_model:
         left_out = (state.get("left_out") or {}).get("weights", ())
         of_model, report = match_model(root, paths, left_out, strict=request.strict)
         targets += of_model
     if (optimizer := own.optimizer) is not None:
         require_saved(state["optimizer"], "optimizer", NO_OPTIMIZER, paths.root)
-        check_optimizer(root, optimizer, state["optimizer"], strict=request.strict)
-        settings = settings_by_group(root, optimizer, state["optimizer"])
-        stored = stored_in(paths.state / OPTIMIZER, paths)
+        hyper, stored = state["optimizer"], stored_in(paths.state / OPTIMIZER, paths)
+        if state.get(CONVERTED_FROM):
+            hyper, stored = with_first_names(root, hyper, stored)
+        check_optimizer(root, optimizer, hyper, strict=request.strict)
+        settings, values = settings_by_group(root, optimizer, hyper), hyper["values"]
         layout = {name: (entry.shape, entry.dtype) for name, entry in stored.items()}
         optimizer_state, tensors = allocate_optimizer_state(root, optimizer, layout, strict=request.strict)
         targets += targets_by_name("optimizer", tensors, stored)
@@ -562,8 +584,9 @@ def _plan(own: _ModelRequest, request: _LoadRequest, paths: CheckpointPaths, sta
         targets += targets_by_name("averages (ema)", own.ema, stored_in(paths.state / EMA, paths))
     if own.scheduler is not None:
         require_saved(state["scheduler"], "scheduler", NO_SCHEDULER, paths.root)
-        check_scheduler(own.scheduler, state["scheduler"])
-    return _LoadPlan(root, report, targets, optimizer_state, settings)
+        if not state.get(CONVERTED_FROM):
+            check_scheduler(own.scheduler, state["scheduler"])
+    return _LoadPlan(root, report, targets, optimizer_state, settings, values)
 
 
 def _find(load_dir: Path, tag: str | None, *, fallback: bool, trust: bool) -> tuple[list[Path], Foreign | None]:
@@ -579,9 +602,16 @@ def _find(load_dir: Path, tag: str | None, *, fallback: bool, trust: bool) -> tu
         raise DamageError(f"cannot load {load_dir}: {problem_of(load_dir)}. Load another checkpoint.")
     if exists(load_dir) and (paths := _committed(load_dir, tag, fallback=fallback)):
         return paths, None
-    foreign = find_foreign(foreign_path, trust=trust)
-    if foreign is None:
+    foreign = newest_in(foreign_path)
+    if foreign is None or foreign.is_hugging_face:  # it may be the folder of the model in one of our checkpoints
         _check_nearby(load_dir)
+    if foreign is None and tag is None and (content := describe_contents(load_dir)):
+        raise CheckpointError(f"no checkpoint to load: {content}")
+    if foreign is not None and foreign.needs_trust and not trust:
+        raise CheckpointError(
+            f"cannot load {foreign.path}: it is {foreign.kind}, and it contains pickles, which can run any code when "
+            "they are read, expected permission to read them. Pass trust=True if you trust its source."
+        )
     return [], foreign
 
 
@@ -627,7 +657,7 @@ def _committed(load_dir: Path, tag: str | None, *, fallback: bool) -> list[Path]
         tag = target if target in tags else tag
     if tag in tags:
         committed = committed[tags.index(tag) :]
-    elif tag is not None and is_foreign(load_dir / tag):
+    elif tag is not None and newest_in(load_dir / tag):
         return []
     elif tag is not None:
         path = load_dir / tag
@@ -649,7 +679,7 @@ def _check_unreadable(load_dir: Path, committed: Sequence[Checkpoint], *, fallba
     """
     latest = latest_tag(load_dir)
     for path in without_manifest(load_dir):
-        if is_foreign(path) and not is_checkpoint(path):
+        if _is_foreign(path) and not is_checkpoint(path):
             continue
         text = f"cannot load {path}: {problem_of(path)}."
         is_last_step = latest is None and lacks_training_state(path)
@@ -658,6 +688,12 @@ def _check_unreadable(load_dir: Path, committed: Sequence[Checkpoint], *, fallba
             other = "Pass fallback=True to load an older checkpoint" if committed else "There is no older checkpoint"
             raise DamageError(f"{text} {other}, or delete this one.")
         log("%s It is ignored.", text, level=logging.WARNING)
+
+
+def _is_foreign(path: Path) -> bool:
+    """Return whether a directory without a manifest is the checkpoint of another system, with more than weights."""
+    found = newest_in(path)
+    return found is not None and not found.is_hugging_face
 
 
 def _other_tags(paths: Sequence[Path]) -> list[str]:

@@ -274,7 +274,7 @@ def _plan(request: SaveRequest, laid_out: Mapping[str, _LaidOut]) -> _SavePlan:
         "client_state": request.client_state,
         **states.get(ONLY, {}),
         "data": data.entry if data else None,
-        "versions": {"torch": torch.__version__, "transformers": version("transformers")},
+        "versions": {"torch": torch.__version__} | {name: version(name) for name in ("transformers", "fsdp2_strategy")},
     }
     partial = request.partial_paths
     rank_files = {partial.rank_file(RNG, rank()): rng_content()}

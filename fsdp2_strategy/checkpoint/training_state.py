@@ -28,7 +28,7 @@ from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.torch_internals import local_of
 from fsdp2_strategy.errors import CheckpointError, shown, some
 from fsdp2_strategy.model.fsdp_state import is_sharded, reshard
-from fsdp2_strategy.model.names import named_parameters
+from fsdp2_strategy.model.names import named_parameters, tied_names
 from fsdp2_strategy.model.shards import sharded_like
 from fsdp2_strategy.model.swapped_weights import check_own_weights
 from fsdp2_strategy.model.wrappers import unwrap_model
@@ -38,8 +38,13 @@ from fsdp2_strategy.storage.json_values import as_json_values, from_json_values
 
 _T = TypeVar("_T")
 
+POSITION = "last_epoch"
+"""The only entry of a saved schedule of which only the position is known: a load advances the schedule to it."""
+CONVERTED_FROM = "converted_from"
+"""The entry of a checkpoint that was converted: the kind of the source. Its schedule may be of another class."""
+
 # Keys of parameter groups that are not saved: they depend on how a run builds the optimizer and chooses its kernels.
-_IMPLEMENTATION = {"params", "name", "foreach", "fused", "capturable", "differentiable"}
+IMPLEMENTATION = {"params", "name", "foreach", "fused", "capturable", "differentiable"}
 
 
 # Keys of parameter groups that schedules set, besides the betas or the momentum of those that cycle them.
@@ -128,7 +133,7 @@ def optimizer_hyper(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     of_parameter: dict[str, int] = {}
     names = _names_by_identity(model)
     for group in optimizer.param_groups:
-        own = {key: as_json_values(value) for key, value in group.items() if key not in _IMPLEMENTATION}
+        own = {key: as_json_values(value) for key, value in group.items() if key not in IMPLEMENTATION}
         if own not in settings:
             settings.append(own)
         index = settings.index(own)
@@ -149,7 +154,9 @@ def optimizer_hyper(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 def check_optimizer(model: nn.Module, optimizer: Optimizer, hyper: Mapping[str, Any], *, strict: bool) -> None:
     """Raise if an optimizer has another class than the saved one, or with ``strict`` further parameters."""
     own = _class_of(optimizer)
-    if own != hyper["class"]:
+    if not hyper["class"]:
+        _check_kind(optimizer, hyper["settings"])
+    elif own != hyper["class"]:
         raise CheckpointError(
             f"cannot load the optimizer: the checkpoint holds the state of {hyper['class']}, expected that of {own}. "
             f"Use the same class, or pass {NO_OPTIMIZER}."
@@ -163,6 +170,32 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer, hyper: Mapping[str, 
             "steps, expected all of them. Build the optimizer over the same trainable parameters, "
             f"or pass {NOT_STRICT} to start these parameters without state."
         )
+
+
+def _check_kind(optimizer: Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
+    """Raise if saved hyper-parameters are those of another family of optimizers; for a checkpoint without the class."""
+    for key in ("betas", "momentum"):
+        is_own = any(key in group for group in optimizer.param_groups)
+        if any(bool(saved) and (key in saved) != is_own for saved in settings):
+            raise CheckpointError(
+                f"cannot load the optimizer: the saved groups have {some(sorted(settings[0]), 'setting')}, expected "
+                f"those of {type(optimizer).__name__}. Use the class that was saved, or pass {NO_OPTIMIZER}."
+            )
+
+
+def with_first_names(
+    model: nn.Module, hyper: Mapping[str, Any], stored: Mapping[str, _T]
+) -> tuple[dict[str, Any], dict[str, _T]]:
+    """Rename tied parameters to the first of their names in the model: a converted checkpoint may have another one.
+
+    ``hyper`` and ``stored`` are the hyper-parameters and the state's tensors as in files. Both are returned.
+    """
+    own = named_parameters(model)
+    first = {alias: name for alias, group in tied_names(model).items() for name in group if name in own}
+    states = {name: name.removeprefix("state.").rpartition(".") for name in stored}
+    renamed = {f"state.{first.get(name, name)}.{key}": stored[full] for full, (name, _, key) in states.items()}
+    names = {part: {first.get(n, n): value for n, value in hyper[part].items()} for part in ("of_parameter", "values")}
+    return {**hyper, **names}, renamed
 
 
 def schedule_state(scheduler: LRScheduler) -> dict[str, Any]:
@@ -183,6 +216,11 @@ def check_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
                 f"cannot load the scheduler: its saved state has {shown(key)} = {shown(value)}, expected {expected} "
                 f"for {type(scheduler).__name__}. Use the schedule of the saved run, or pass {NO_SCHEDULER}."
             )
+
+
+def has_position_only(state: Mapping[str, Any]) -> bool:
+    """Return whether a saved schedule is only the number of steps, as in converted checkpoints."""
+    return state.keys() == {POSITION}
 
 
 def _is_same_kind(saved: Any, own: Any) -> bool:

@@ -55,6 +55,8 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
             differing += 1
             output.values.append({"name": name, **facts})
             output.line(f"{name}: {text}", is_problem=True)
+            if output.is_closed and not output.as_json:
+                return 1  # nobody reads the rest, and it cannot change the status
     output.line(f"{counted(equal, 'tensor')} equal, {differing:,} different")
     return int(differing > 0)
 

@@ -9,46 +9,60 @@ import argparse
 
 import torch
 
-from fsdp2_strategy.checkpoint.foreign_formats import export_foreign, find_foreign
-from fsdp2_strategy.checkpoint.listing import checkpoints_with_manifest, describe_missing, is_checkpoint, models_in
+from fsdp2_strategy.checkpoint.foreign.export import export_foreign
+from fsdp2_strategy.checkpoint.listing import checkpoints_with_manifest, is_checkpoint, models_in
+from fsdp2_strategy.checkpoint.merged_export import export_merged
 from fsdp2_strategy.checkpoint.paths import TRAINABLE, WRAPPER, CheckpointPaths
 from fsdp2_strategy.checkpoint.reader import Opened, opened_with_headers
 from fsdp2_strategy.checkpoint.storage import stored_in
+from fsdp2_strategy.cli.foreign import newest_foreign
 from fsdp2_strategy.cli.found import key_of, newest_at
 from fsdp2_strategy.cli.output import Output
 from fsdp2_strategy.distributed.log import show_log
-from fsdp2_strategy.errors import CheckpointError, did_you_mean
+from fsdp2_strategy.errors import CheckpointError, did_you_mean, dtype_text
 from fsdp2_strategy.hf.copy_folder import copy_folder
+
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+"""The values of ``--dtype``."""
 
 
 def run(parsed: argparse.Namespace, output: Output) -> int:
     """Export a checkpoint of this package or of another system to a Hugging Face folder; return 0."""
     show_log("WARNING" if output.is_quiet else None)  # for the progress
-    dtype = getattr(torch, parsed.dtype) if parsed.dtype else None
+    dtype = DTYPES[parsed.dtype] if parsed.dtype else None
     if is_checkpoint(parsed.path) or checkpoints_with_manifest(parsed.path):
         path = newest_at(parsed.path, parsed.tag)
         opened = opened_with_headers(path, key_of(parsed.key_file))
         paths = _paths_of_model(opened, parsed.model)
-        _check_exportable(paths)
-        copy_folder(
-            paths.model,
-            parsed.output,
-            dtype,
-            opened.checksums,
-            listed={opened.paths.root / name for name in opened.manifest["files"]},
-            progress=not output.is_quiet,
-        )
+        _check_exportable(paths, merges=parsed.merge_adapters)
+        if parsed.merge_adapters:
+            export_merged(opened, paths, parsed.output, dtype, parsed.sidecars, progress=not output.is_quiet)
+        else:
+            copy_folder(
+                paths.model,
+                parsed.output,
+                dtype,
+                opened.checksums,
+                listed={opened.paths.root / name for name in opened.manifest["files"]},
+                progress=not output.is_quiet,
+            )
     else:
         if parsed.key_file is not None:
             raise CheckpointError(
                 f"cannot export {parsed.path}: it has no checkpoint of this package, expected one that the key of "
                 "--key-file signed. Omit --key-file."
             )
-        foreign = find_foreign(parsed.path if parsed.tag is None else parsed.path / parsed.tag, trust=parsed.trust)
-        if foreign is None:
-            raise CheckpointError(f"no checkpoint to export: {describe_missing(parsed.path)}")
+        foreign = newest_foreign(parsed.path, parsed.tag, "export", trust=parsed.trust)
         path = foreign.path
-        export_foreign(foreign, parsed.output, dtype, parsed.beside)
+        export_foreign(foreign, parsed.output, dtype, parsed.sidecars)
+    output.values.append({"path": str(path), "output": str(parsed.output), "dtype": dtype and dtype_text(dtype)})
     output.line(f"exported {path} to {parsed.output}")
     return 0
 
@@ -68,14 +82,20 @@ def _paths_of_model(opened: Opened, name: str | None) -> CheckpointPaths:
     )
 
 
-def _check_exportable(paths: CheckpointPaths) -> None:
+def _check_exportable(paths: CheckpointPaths, *, merges: bool) -> None:
     if (paths.state / TRAINABLE).is_dir():
         raise CheckpointError(
             f"cannot export {paths.root}: it contains only trainable weights, expected the full model. Load it into a "
             "model, and call save_model."
         )
-    if any(".lora_" in name or ".modules_to_save." in name for name in stored_in(paths.state / WRAPPER)):
+    has_adapters = any(".lora_" in name or ".modules_to_save." in name for name in stored_in(paths.state / WRAPPER))
+    if has_adapters and not merges:
         raise CheckpointError(
-            f"cannot export {paths.root}: it contains adapters, expected none. Load it into a model with adapters, and "
-            "call save_model, which merges them."
+            f"cannot export {paths.root}: it contains adapters, expected none. Pass --merge-adapters to merge them "
+            "into the weights; or load it into a model with adapters, and call save_model."
+        )
+    if merges and not has_adapters:
+        raise CheckpointError(
+            f"cannot merge the adapters of {paths.root}: it has none in {WRAPPER}/, expected LoRA adapters. Omit "
+            "--merge-adapters."
         )

@@ -34,7 +34,7 @@ Found = tuple[Path, Checkpoint | None, str]
 """The directory of a checkpoint; the checkpoint, or None if its manifest is invalid; what makes it unusable, or ""."""
 
 
-def checkpoints_at(path: Path, key_file: Path | None = None) -> list[Found]:
+def checkpoints_at(path: Path, key_file: Path | None = None, *, may_be_empty: bool = False) -> list[Found]:
     """Return the checkpoint at ``path``, or all in the directory, oldest first, the unusable ones last."""
     key = key_of(key_file)
     if is_checkpoint(path):
@@ -45,7 +45,7 @@ def checkpoints_at(path: Path, key_file: Path | None = None) -> list[Found]:
         if all(exists(each) for each, _, _ in found):
             break
     found = [each for each in found if exists(each[0])]
-    if not found:
+    if not found and not may_be_empty:
         raise CheckpointError(f"no checkpoint to read: {describe_missing(path)}")
     return found
 

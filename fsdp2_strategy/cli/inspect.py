@@ -1,57 +1,99 @@
 """Print the content of a checkpoint, the command ``inspect``.
 
-Input: a checkpoint. Output: step, sizes, versions, optimizer, data position, and name, dtype and shape of each tensor.
+Input: a checkpoint. Output: a summary (writer, step, date, tensors, parameters, bytes by dtype, components), then
+optimizer, schedule, data position and client state; on request the name, dtype and shape of each tensor.
 """
 
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import math
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fsdp2_strategy.checkpoint.listing import extra_entries, models_in, read_checkpoint
-from fsdp2_strategy.checkpoint.paths import CheckpointPaths
+from fsdp2_strategy.checkpoint.paths import EMA, OPTIMIZER, CheckpointPaths
 from fsdp2_strategy.checkpoint.reader import Opened, opened_with_headers
 from fsdp2_strategy.checkpoint.storage import stored_in
 from fsdp2_strategy.cli.found import components_in, key_of, read_newest
-from fsdp2_strategy.cli.output import Output
+from fsdp2_strategy.cli.inspect_foreign import inspect_foreign, is_of_another_system
+from fsdp2_strategy.cli.output import Output, line_of, time_text
 from fsdp2_strategy.errors import counted, dtype_text, size_text
 from fsdp2_strategy.storage.safetensors_format import Entry
 
 _LAYOUTS = {"own": "fsdp2_strategy", "lerobot": "LeRobot", "trainer": "transformers Trainer"}
+_OWN = "fsdp2_strategy"
+_IN_SUMMARY = {
+    *("path", "written_by", "converted_from", "step", "saved", "ranks", "shard_size"),
+    *("tensor_count", "parameters", "bytes_by_dtype", "components"),
+}
+"""Facts that the first lines of the text contain."""
 
 
 def run(parsed: argparse.Namespace, output: Output) -> int:
     """Print the content of a checkpoint, or of the newest in a directory, from headers and small files; return 0."""
+    if is_of_another_system(parsed.path):
+        return inspect_foreign(parsed, output)
     read = partial(_read, key=key_of(parsed.key_file))
     opened, state, components = read_newest(parsed.path, parsed.tag, read)
-    summary = _summary(opened.paths.root, opened.manifest, state)
+    facts = _facts(opened.paths.root, opened.manifest, state) | _count(components)
     if models := models_in(opened.manifest):
-        summary["models"] = {name: _of_model(opened, name) for name in models}
-    summary["components"] = {name: _totals(entries) for name, entries in components.items()}
-    output.values.append(summary | {"tensors": {name: _listed(entries) for name, entries in components.items()}})
-    for name, value in summary.items():
-        if name == "models":
-            output.line(f"{name:<16} {', '.join(value)}")
-            for model, facts in value.items():
-                for fact, its_value in facts.items():
-                    output.line(f"  {model} {fact.replace('_', ' '):<14} {_text(its_value)}")
-        elif name != "components":
-            output.line(f"{name.replace('_', ' '):<16} {_text(value)}")
-    for name, entries in components.items():
-        totals = summary["components"][name]
-        output.line("")
-        output.line(
-            f"{name}: {counted(totals['tensors'], 'tensor')}, {counted(totals['elements'], 'element')}, "
-            f"{size_text(totals['bytes'])}"
-        )
-        for entry in entries.values():
-            dtype = dtype_text(entry.dtype)
-            output.line(f"  {entry.name}  {dtype}  {list(entry.shape)}")
+        facts["models"] = {name: _of_model(opened, name) for name in models}
+    facts["components"] = {name: _totals(entries) for name, entries in components.items()}
+    output.values.append(facts | {"tensors": {name: _listed(entries) for name, entries in components.items()}})
+    _print_summary(facts, output)
+    _print_details(facts, output)
+    for name, entries in components.items() if parsed.tensors is not None else ():
+        listed = [entry for entry in entries.values() if fnmatch.fnmatchcase(entry.name, parsed.tensors)]
+        output.line(f"\n{name}: {counted(len(listed), 'tensor')}")
+        for entry in listed:
+            output.line(f"  {entry.name}  {dtype_text(entry.dtype)}  {list(entry.shape)}")
     return 0
+
+
+def _count(components: Mapping[str, Mapping[str, Entry]]) -> dict[str, Any]:
+    """Return the number of tensors and parameters of a checkpoint, and its bytes by dtype; buffers are parameters."""
+    nbytes: Counter[str] = Counter()
+    for entry in (entry for entries in components.values() for entry in entries.values()):
+        nbytes[dtype_text(entry.dtype)] += entry.nbytes
+    of_models = [entries for name, entries in components.items() if name.rpartition("/")[2] not in (OPTIMIZER, EMA)]
+    return {
+        "tensor_count": sum(map(len, components.values())),
+        "parameters": sum(math.prod(entry.shape) for entries in of_models for entry in entries.values()),
+        "bytes_by_dtype": dict(nbytes.most_common()),
+    }
+
+
+def _print_summary(facts: Mapping[str, Any], output: Output) -> None:
+    output.line(facts["path"])
+    source = f", converted from {facts['converted_from']}" if facts["converted_from"] else ""
+    output.line(line_of("written by", facts["written_by"] + source))
+    shards = f", each parameter split over {facts['shard_size']}" if facts["shard_size"] else ""
+    output.line(
+        line_of("step", f"{facts['step']}, saved {facts['saved']} on {counted(facts['ranks'], 'rank')}{shards}")
+    )
+    in_dtypes = ", ".join(f"{size_text(size)} {dtype}" for dtype, size in facts["bytes_by_dtype"].items())
+    parameters = counted(facts["parameters"], "parameter")
+    output.line(line_of("content", f"{parameters} in {counted(facts['tensor_count'], 'tensor')}: {in_dtypes}"))
+    for name, totals in facts["components"].items():
+        text = f"{counted(totals['tensors'], 'tensor')}, {counted(totals['elements'], 'element')}"
+        output.line(line_of(f"  {name}", f"{text}, {size_text(totals['bytes'])}"))
+    output.line("")
+
+
+def _print_details(facts: Mapping[str, Any], output: Output) -> None:
+    for name, value in facts.items():
+        if name == "models":
+            output.line(line_of(name, ", ".join(value)))
+            for model, its_facts in value.items():
+                for fact, its_value in its_facts.items():
+                    output.line(f"  {model} {fact.replace('_', ' '):<14} {_text(its_value)}")
+        elif name not in _IN_SUMMARY:
+            output.line(line_of(name.replace("_", " "), _text(value)))
 
 
 def _read(path: Path, key: bytes | None) -> tuple[Opened, dict[str, Any], dict[str, dict[str, Entry]]]:
@@ -76,12 +118,16 @@ def _components(opened: Opened) -> dict[str, dict[str, Entry]]:
     return {name: dict(sorted(entries.items())) for name, entries in found.items() if entries}
 
 
-def _summary(path: Path, manifest: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+def _facts(path: Path, manifest: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
     checkpoint = read_checkpoint(path)
     assert checkpoint is not None  # `open_checkpoint` has read the manifest
     data = state.get("data")
+    versions = state.get("versions") or {}
     return {
         "path": str(path),
+        "written_by": " ".join([_OWN, *filter(None, [versions.get(_OWN)])]),
+        "converted_from": state.get("converted_from"),
+        "saved": time_text(CheckpointPaths.found_in(path).manifest.stat().st_mtime),
         "step": checkpoint.step,
         "sequence": checkpoint.sequence,
         "layout": _LAYOUTS[CheckpointPaths.found_in(path).kind],

@@ -1,26 +1,30 @@
 """List the checkpoints of a directory, the command ``ls``; this module does not import torch.
 
-Input: a directory. Output: one line for each checkpoint, with the reason if it is unusable.
+Input: a directory. Output: one line for each checkpoint, with the reason if it is unusable, or with the command that
+converts it if another system wrote it.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 from typing import Any
 
 from fsdp2_strategy.checkpoint.listing import Checkpoint
 from fsdp2_strategy.checkpoint.paths import TRAINABLE, CheckpointPaths, exists, is_directory
+from fsdp2_strategy.cli.foreign import facts_of, foreign_at, line_for
 from fsdp2_strategy.cli.found import checkpoints_at, extra_in, extra_text
-from fsdp2_strategy.cli.output import Output
+from fsdp2_strategy.cli.output import Output, time_text
 from fsdp2_strategy.errors import size_text
 
 
 def run(parsed: argparse.Namespace, output: Output) -> int:
-    """Print the checkpoints of a directory, one per line; return 1 if one is unusable, else 0."""
+    """Print the checkpoints of a directory, one per line, then those of other systems; return 1 if one is unusable."""
     status = 0
-    for path, checkpoint, problem in checkpoints_at(parsed.path, parsed.key_file):
+    own = checkpoints_at(parsed.path, parsed.key_file, may_be_empty=True)
+    others, problems = foreign_at(parsed.path, [path for path, _, _ in own])
+    own = own if others or problems else checkpoints_at(parsed.path, parsed.key_file)
+    for path, checkpoint, problem in own:
         saved = _saved(path)
         if saved is None and not exists(path):
             continue  # a run has deleted it meanwhile
@@ -31,7 +35,14 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
         else:
             output.line(_line(checkpoint, problem, saved or 0) + extra_text(extra), is_problem=bool(problem))
         status |= bool(problem)
-    return status
+    for foreign in others:
+        facts = facts_of(foreign)
+        output.values.append(facts)
+        output.line(line_for(facts))
+    for path, problem in problems.items():
+        output.values.append({"path": str(path), "problem": problem})
+        output.line(f"   -  {path.name:<24} UNUSABLE: {problem}", is_problem=True)
+    return status or int(bool(problems))
 
 
 def _entry(path: Path, checkpoint: Checkpoint | None, problem: str, saved: float) -> dict[str, Any]:
@@ -42,7 +53,7 @@ def _entry(path: Path, checkpoint: Checkpoint | None, problem: str, saved: float
             "sequence": checkpoint.sequence,
             "step": checkpoint.step,
             "bytes": checkpoint.total_bytes,
-            "saved": _text_of(saved, "%Y-%m-%dT%H:%M:%S%z"),
+            "saved": time_text(saved, "%Y-%m-%dT%H:%M:%S%z"),
             "protected": checkpoint.protected,
             "metric": checkpoint.metric,
             "higher_is_better": checkpoint.higher_is_better,
@@ -53,7 +64,7 @@ def _entry(path: Path, checkpoint: Checkpoint | None, problem: str, saved: float
 
 
 def _line(checkpoint: Checkpoint, problem: str, saved: float) -> str:
-    date = _text_of(saved, "%Y-%m-%d %H:%M")
+    date = time_text(saved)
     notes = ["protected"] if checkpoint.protected else []
     notes += [f"models {', '.join(checkpoint.models)}"] if checkpoint.models else []
     notes += ["copied or renamed"] if checkpoint.is_copy else []
@@ -73,13 +84,6 @@ def _saved(path: Path) -> float | None:
         return CheckpointPaths.found_in(path).manifest.stat().st_mtime
     except OSError:
         return None
-
-
-def _text_of(seconds: float, form: str) -> str:
-    try:
-        return time.strftime(form, time.localtime(seconds))
-    except (OverflowError, ValueError):  # a time after the year 9999
-        return "unknown"
 
 
 def _is_only_trainable(checkpoint: Checkpoint) -> bool:

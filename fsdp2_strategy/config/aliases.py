@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from fsdp2_strategy.config.text_values import number_of
 from fsdp2_strategy.errors import ConfigError
 
 _ALIASES = {
@@ -33,6 +34,9 @@ _NOT_GIVEN: dict[str, tuple[object, ...]] = dict.fromkeys(PARALLEL_SIZES, _SIZE_
 
 _ONE_VALUE = ("max_norm", *PARALLEL_SIZES)
 """Fields whose names must not contradict each other."""
+
+_NUMBERS = {*_ONE_VALUE, *(alias for alias, name in _ALIASES.items() if name in _ONE_VALUE)}
+"""Names whose values are compared as numbers."""
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "ring_attn_size": _SIZE_ONE,
@@ -64,7 +68,7 @@ def split_arguments(args: object, fields: Collection[str]) -> tuple[dict[str, An
         )
     given = dict(args if isinstance(args, Mapping) else vars(args))
     for name, neutral in _NEUTRAL.items():
-        if given.get(name) not in neutral:
+        if number_of(given.get(name)) not in neutral:
             raise ConfigError(
                 f"cannot configure: {name} is {given[name]!r}, expected {' or '.join(map(repr, neutral))}, because "
                 "this package does not have this capability. Remove the option."
@@ -83,7 +87,7 @@ def resolve_aliases(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: two names of ``max_norm`` or of one parallel size are given, with different values.
     """
-    resolved = dict(given)
+    resolved = {name: number_of(value) if name in _NUMBERS else value for name, value in given.items()}
     for alias, name in _ALIASES.items():
         value = resolved.pop(alias, None)
         own = resolved.get(name)

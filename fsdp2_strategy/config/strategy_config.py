@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from fsdp2_strategy.config.aliases import read_mapping, resolve_aliases, split_arguments
+from fsdp2_strategy.config.text_values import integer_of, number_of, switch_of, word_of
 from fsdp2_strategy.errors import ConfigError, did_you_mean
 
 GradSync = Literal["defer_all_reduce", "last", "every"]
@@ -28,6 +29,32 @@ _CHOICES: dict[str, Any] = {
     "loss_reduction": LossReduction,
     "sync_buffers": SyncBuffers,
 }
+_SWITCHES = (
+    "bf16",
+    "fp16",
+    "reduce_in_full_precision",
+    "use_mp_opt",
+    "adam_offload",
+    "cpu_offload",
+    "memory_snapshot",
+)
+_SWITCHES_OR_NAMES = ("activation_checkpointing", "cast_inputs", "compile_blocks", "mixed_mm_data")
+_REALS = ("max_norm", "timeout_minutes", "wait_warning_seconds", "log_every_seconds", "peak_flops")
+_WORDS = ("reshard_after_forward",)
+_INTEGERS = (
+    "seed",
+    "micro_train_batch_size",
+    "train_batch_size",
+    "gradient_accumulation_steps",
+    "shard_size",
+    "sequence_parallel_size",
+    "tensor_parallel_size",
+    "expert_parallel_size",
+    "reshard_after_forward",
+    "min_unit_params",
+    "prefetch_depth",
+    "log_every_steps",
+)
 MixedData = Literal["root", "dummy", "replicate"]
 """How to train if only some ranks have images in a batch: the field ``mixed_mm_data`` of `StrategyConfig`."""
 ShardSize = int | Literal["auto"]
@@ -37,6 +64,8 @@ ShardSize = int | Literal["auto"]
 @dataclass(frozen=True, kw_only=True)
 class StrategyConfig:
     """All settings of a strategy; immutable, and validated by the constructor.
+
+    Switches and numbers may be text, as a shell and YAML pass them: "1", "true", "no", "4", "1e-3".
 
     Raises:
         ConfigError: a value has the wrong type or is out of range; the message names the field, the value and the fix.
@@ -157,6 +186,27 @@ class StrategyConfig:
     """After how many seconds of waiting for other ranks a rank logs in which call it waits, and what the others last
     reported; None: never."""
 
+    profile: str | tuple[int, int] | None = None
+    """First and last optimizer step of which torch's profiler writes a trace, one file per rank: "10-13"; see
+    docs/metrics.md."""
+
+    memory_snapshot: bool = False
+    """Record the allocations of the accelerator, and write a snapshot of them when its memory is full."""
+
+    profile_dir: str | Path = "profile"
+    """Directory of traces and memory snapshots, which every rank can write into."""
+
+    log_every_seconds: float = 30.0
+    """Rank 0 logs the numbers of the training (docs/metrics.md) about this often, and at the first step; 0: never. On a
+    terminal, a bar shows them."""
+
+    log_every_steps: int | None = None
+    """Log the numbers in every so many optimizer steps instead."""
+
+    peak_flops: float | None = None
+    """Peak of one device in FLOP/s for the dtype of computation, by which the MFU is computed; None: that of the data
+    sheet, if the device is known."""
+
     checkpoint_key_file: str | Path | None = None
     """Sign checkpoints with the key in this file, and load only checkpoints that it signed; see docs/checkpoints.md."""
 
@@ -176,6 +226,7 @@ class StrategyConfig:
             )
 
     def __post_init__(self) -> None:
+        self._read_text()
         for name in ("activation_checkpointing", "cast_inputs"):
             selected = getattr(self, name)
             if selected is not True:
@@ -184,9 +235,10 @@ class StrategyConfig:
             object.__setattr__(self, name, _names(name, getattr(self, name)))
         if isinstance(self.mixed_mm_data, bool):  # trainers pass a bool
             object.__setattr__(self, "mixed_mm_data", "root" if self.mixed_mm_data else None)
-        for name in ("max_norm", "timeout_minutes", "wait_warning_seconds"):
-            object.__setattr__(self, name, _real(name, getattr(self, name), allows_none=name == "wait_warning_seconds"))
-        for name in ("bf16", "fp16", "reduce_in_full_precision", "use_mp_opt", "adam_offload", "cpu_offload"):
+        for name in _REALS:
+            allows_none = name in ("wait_warning_seconds", "peak_flops")
+            object.__setattr__(self, name, _real(name, getattr(self, name), allows_none=allows_none))
+        for name in _SWITCHES:
             _check(name, getattr(self, name), isinstance(getattr(self, name), bool), "true or false")
         if not isinstance(self.compile_blocks, str):
             expected = "true, false or the name of a torch.compile backend"
@@ -195,7 +247,8 @@ class StrategyConfig:
         micro, size, reshard = self.micro_train_batch_size, self.shard_size, self.reshard_after_forward
         _check("micro_train_batch_size", micro, _is_int(micro, 1), "an integer of at least 1")
         self._check_parallel_sizes()
-        for name in ("train_batch_size", "gradient_accumulation_steps", "min_unit_params", "prefetch_depth"):
+        optional = ("train_batch_size", "gradient_accumulation_steps", "min_unit_params", "prefetch_depth")
+        for name in (*optional, "log_every_steps"):
             value = getattr(self, name)
             _check(name, value, value is None or _is_int(value, 1), "an integer of at least 1, or None")
         _check_expressions("ignored_modules", self.ignored_modules)
@@ -213,9 +266,28 @@ class StrategyConfig:
         _check("mixed_mm_data", self.mixed_mm_data, self.mixed_mm_data in policies, expected)
         _check("max_norm", self.max_norm, self.max_norm >= 0, "at least 0", "0 disables clipping.")
         _check("timeout_minutes", self.timeout_minutes, self.timeout_minutes > 0, "more than 0")
+        self._check_files()
         limit = self.wait_warning_seconds
         _check("wait_warning_seconds", limit, limit is None or limit > 0, "more than 0, or None")
-        key_file = self.checkpoint_key_file
+        every, peak = self.log_every_seconds, self.peak_flops
+        _check("log_every_seconds", every, every >= 0, "at least 0", "0 logs no steps.")
+        _check("peak_flops", peak, peak is None or peak > 0, "more than 0, or None")
+
+    def _read_text(self) -> None:
+        """Set switches and numbers that are given as text to the values that they mean; see `text_values`."""
+        switches = _SWITCHES + _SWITCHES_OR_NAMES
+        for names, read in ((switches, switch_of), (_INTEGERS, integer_of), (_REALS, number_of), (_WORDS, word_of)):
+            for name in names:
+                object.__setattr__(self, name, read(getattr(self, name)))
+
+    def _check_files(self) -> None:
+        """Check the files that are read and written, and the steps of a profile."""
+        if word_of(self.profile) is False:  # trainers have a flag --profile
+            object.__setattr__(self, "profile", None)
+        if self.profile is not None:
+            object.__setattr__(self, "profile", profiled_steps(self.profile))
+        folder, key_file = self.profile_dir, self.checkpoint_key_file
+        _check("profile_dir", folder, isinstance(folder, str | Path) and str(folder) != "", "a path")
         is_valid = key_file is None or (isinstance(key_file, str | Path) and str(key_file) != "")
         _check("checkpoint_key_file", key_file, is_valid, "a path, or None")
 
@@ -380,6 +452,11 @@ class StrategyConfig:
         return self.sequence_parallel_size * self.tensor_parallel_size
 
     @property
+    def logs_steps(self) -> bool:
+        """Return whether the numbers of steps are logged."""
+        return bool(self.log_every_seconds or self.log_every_steps)
+
+    @property
     def effective_grad_sync(self) -> GradSync:
         """Return ``grad_sync``, or "every" if "defer_all_reduce" would accumulate gradients in half precision."""
         half = (self.bf16 or self.fp16) and not self.reduce_in_full_precision
@@ -425,9 +502,25 @@ def _real(field: str, value: object, *, allows_none: bool = False) -> float | No
     if value is None and allows_none:
         return None
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-    fix = "YAML reads 1e-3 as a string: write 1.0e-3." if isinstance(value, str) else ""
-    _check(field, value, math.isfinite(number), "a finite number", fix)
+    _check(field, value, math.isfinite(number), "a finite number")
     return float(number)
+
+
+def profiled_steps(value: object) -> tuple[int, int]:
+    """Return the first and last step of ``"10-13"`` or a pair of integers.
+
+    A single number is refused, because YAML reads ``10:13`` as the number 613.
+
+    Raises:
+        ConfigError: the value is another one, or the first step is below 1 or above the last.
+    """
+    pair = re.fullmatch(r"\s*(\d+)\s*-\s*(\d+)\s*", value) if isinstance(value, str) else None
+    steps: Any = [int(number) for number in pair.groups()] if pair else value
+    is_pair = isinstance(steps, list | tuple) and len(steps) == 2 and all(_is_int(step, 1) for step in steps)
+    expected = "the first and the last optimizer step, such as '10-13'"
+    fix = "For one step, write it twice: '10-10'." if isinstance(value, int | str) else ""
+    _check("profile", value, is_pair and steps[0] <= steps[1], expected, fix)
+    return steps[0], steps[1]
 
 
 def _check_expressions(field: str, expressions: tuple[str, ...]) -> None:

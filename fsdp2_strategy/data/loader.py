@@ -31,6 +31,7 @@ from fsdp2_strategy.data.order_fingerprint import LaneLayout, choose_order
 from fsdp2_strategy.data.orders import Order
 from fsdp2_strategy.data.permutation import Indices
 from fsdp2_strategy.data.sample_fetcher import SampleFetcher, identity, ignore_foreign_sigterm
+from fsdp2_strategy.distributed import spent_time
 from fsdp2_strategy.distributed.agreement import check_equal
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
@@ -216,12 +217,14 @@ class ResumableLoader:
         began = self._began
         while self._began == began and self._batches < self._end:
             if self._in_flight is None:
-                self._in_flight = iter(self._make_data_loader())
-                self._announcer = self._make_announcer()
+                with spent_time.data.running():  # workers start
+                    self._in_flight = iter(self._make_data_loader())
+                    self._announcer = self._make_announcer()
             try:
-                if self._announcer is not None:
-                    self._announcer.announce(self._batches)
-                keys, batch = next(self._in_flight)
+                with spent_time.data.running():
+                    if self._announcer is not None:
+                        self._announcer.announce(self._batches)
+                    keys, batch = next(self._in_flight)
                 if isinstance(batch, DataError):
                     raise batch
             except BaseException:

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2_strategy.distributed.lost_ranks import add_note_outside_calls, is_lost_rank
+from fsdp2_strategy.distributed.out_of_memory import snapshot_text
 from fsdp2_strategy.distributed.process_group import control_device, group_in_use, is_rank_0, world_size
 from fsdp2_strategy.distributed.unit_log import current_log, run_noted
 from fsdp2_strategy.distributed.unusable_groups import begun_collectives, mark_unusable, unpaired_group
@@ -107,7 +108,9 @@ def raise_deferred_error() -> None:
 
 def error_text(cause: BaseException) -> str:
     """Return the text of an error for another process, after its class name if the class is not of this package."""
-    return str(cause) if isinstance(cause, FSDP2StrategyError) else f"{type(cause).__name__}: {cause}"
+    if isinstance(cause, FSDP2StrategyError):
+        return str(cause)
+    return f"{type(cause).__name__}: {cause} {snapshot_text(cause)}".rstrip()
 
 
 def any_rank(own: bool) -> bool:

@@ -31,6 +31,8 @@ def show_log(level: int | str | None = None) -> None:
     if not logging.root.handlers and not logger.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S"))
+        # A program that configures logging later writes the records itself.
+        handler.addFilter(lambda _: not logging.root.handlers)
         logger.addHandler(handler)
         if logger.level == logging.NOTSET:
             logger.setLevel(logging.INFO)

@@ -27,11 +27,13 @@ from typing import Any, TypeVar, overload
 import torch
 import torch.distributed as dist
 
+from fsdp2_strategy.distributed.out_of_memory import add_snapshot_note, snapshot_text
 from fsdp2_strategy.distributed.process_end import call_at_end
 from fsdp2_strategy.distributed.process_group import group_in_use, ranks_of
 from fsdp2_strategy.distributed.torch_internals import (
     default_store,
     is_of_default_store,
+    is_profiling,
     look_at_main_thread,
     process_groups,
 )
@@ -48,6 +50,7 @@ _DIVERGENCE = "fsdp2_strategy/divergence"
 _IMMEDIATELY = timedelta(milliseconds=1)
 _UNUSED_TAG = 0x66736470
 _OF_BACKEND = re.compile(r"[Gg]loo|NCCL|pair closure|Connection (closed|reset) by peer")
+_NOTHING = contextlib.nullcontext()
 # The outermost call of this package that is running and that every rank must make.
 _call: ContextVar[str | None] = ContextVar("call", default=None)
 
@@ -63,7 +66,8 @@ def collective(*, needs_groups: bool = True) -> Callable[[F], F]: ...
 def collective(function: Any = None, *, needs_groups: bool = True) -> Any:
     """Decorate a function that every rank must call: if torch loses another rank in it, add a note to torch's error.
 
-    Unless ``needs_groups`` is false, the call raises if an earlier failure has left the process groups unusable.
+    Unless ``needs_groups`` is false, the call raises if an earlier failure has left the process groups unusable. In a
+    trace of torch's profiler, the call is a range with the function's name.
     """
     if function is None:
         return functools.partial(collective, needs_groups=needs_groups)
@@ -76,11 +80,13 @@ def collective(function: Any = None, *, needs_groups: bool = True) -> Any:
             check_groups(f"call {function.__name__}")
         token = _call.set(function.__name__)
         try:
-            return function(*args, **kwargs)
+            with torch.profiler.record_function(function.__name__) if is_profiling() else _NOTHING:
+                return function(*args, **kwargs)
         except RuntimeError as error:
             if is_lost_rank(error) and (text := reported_divergence(wait=False)):
                 raise agreed_error(text) from error
             add_note(error, function.__name__)
+            add_snapshot_note(error)
             raise
         finally:
             _call.reset(token)
@@ -104,6 +110,7 @@ def after_forward(name: str, *_: object) -> None:
     error = sys.exc_info()[1]
     if isinstance(error, RuntimeError):
         add_note_outside_calls(error, f"the forward pass of {name}")
+        add_snapshot_note(error)
 
 
 @dataclass(frozen=True)
@@ -235,9 +242,10 @@ def report_end() -> None:
     if error is not None and is_lost_rank(error):
         return  # this rank has reported the call
     with contextlib.suppress(Exception):  # the store may be lost already
-        text = (
-            f"ended with {type(error).__name__}: {str(error)[:500].rstrip('.')}" if error else "ended without this call"
-        )
+        text = "ended without this call"
+        if error:
+            snapshot = f". {snapshot_text(error)}".rstrip(". ")
+            text = f"ended with {type(error).__name__}: {str(error)[:500].rstrip('.')}{snapshot}"
         default_store().set(report_key(dist.get_rank()), text)
 
 

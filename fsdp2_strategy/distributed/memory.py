@@ -41,6 +41,17 @@ def report_memory(prefix: str = "") -> str:
     return line
 
 
+def memory_of_rank() -> tuple[int, int]:
+    """Return the peak memory of tensors, and the memory that the allocator reserves, in bytes; not collective.
+
+    Without an accelerator: the resident set size of the process, and 0.
+    """
+    if (device_type := accelerator_type()) is None:
+        return _resident(), 0
+    of_torch = device_module(device_type)
+    return of_torch.max_memory_allocated(), of_torch.memory_reserved()
+
+
 def clear_cache() -> None:
     """Synchronise the device and release the allocator's unused memory; not collective."""
     if (device_type := accelerator_type()) is not None:

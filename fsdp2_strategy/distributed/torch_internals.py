@@ -19,8 +19,9 @@ import gc
 import operator
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from unittest.mock import patch
@@ -28,6 +29,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
@@ -173,6 +175,11 @@ def module_of(param_group: FSDPParamGroup) -> nn.Module:
 def mesh_of(param_group: FSDPParamGroup) -> Any:
     """Return the mesh that a unit is sharded over."""
     return param_group.mesh_info.mesh
+
+
+def device_of(param_group: FSDPParamGroup) -> torch.device:
+    """Return the device that a unit computes on."""
+    return param_group.device
 
 
 def parameters_of(param_group: FSDPParamGroup) -> list[Any]:
@@ -557,10 +564,65 @@ def free_pinned_memory() -> None:
         torch._C._host_emptyCache()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryRecorder:
+    """How torch records the allocations of a type of accelerator."""
+
+    record: Callable[[bool], None]
+    """Start to record, or stop."""
+    dump: Callable[[str], None]
+    """Write the recorded allocations and the current ones to a file."""
+    on_out_of_memory: Callable[[Callable[..., None]], None]
+    """Call a function when memory cannot be allocated, before torch raises; it cannot be removed."""
+
+
+def memory_recorder(device_type: str) -> MemoryRecorder | None:
+    """Return the functions that record allocations of a type of accelerator; None if torch does not have all."""
+    memory: Any = getattr(torch.get_device_module(device_type), "memory", None)
+    observe = getattr(torch._C, f"_{device_type}_attachOutOfMemoryObserver", None)
+    if observe is None or not (hasattr(memory, "_record_memory_history") and hasattr(memory, "_dump_snapshot")):
+        return None
+
+    def record(is_on: bool) -> None:
+        memory._record_memory_history("all" if is_on else None, stacks="python", max_entries=_RECORDED_ALLOCATIONS)
+
+    return MemoryRecorder(record=record, dump=memory._dump_snapshot, on_out_of_memory=observe)
+
+
+_RECORDED_ALLOCATIONS = 100_000
+
+
+def is_profiling() -> bool:
+    """Return whether torch's profiler records in this process."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Return whether the call or the forward of a module was compiled by ``torch.compile``."""
     is_wrapper = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
     return is_wrapper or module._compiled_call_impl is not None
+
+
+def operator_of(overload: Any) -> Any:
+    """Return the operator of one of its overloads, by which FLOP formulas are listed; None for higher-order ones."""
+    return getattr(overload, "_overloadpacket", None)
+
+
+def attention_on_cpu() -> tuple[Any, Any]:
+    """Return the operators of attention on a CPU, forward and backward, which torch's FLOP counter does not list."""
+    operators = torch.ops.aten
+    forward = operators._scaled_dot_product_flash_attention_for_cpu
+    return forward, operators._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def grouped_product() -> Any:
+    """Return the operator that multiplies groups of rows, as experts do; torch's FLOP counter does not list it."""
+    return torch.ops.aten._grouped_mm
+
+
+def has_fake_tensors(types: Iterable[type]) -> bool:
+    """Return whether an operator gets fake tensors: DTensor infers shapes with them, and nothing is computed."""
+    return any(issubclass(each, FakeTensor) for each in types)
 
 
 def is_in_backward() -> bool:

@@ -35,6 +35,7 @@ import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, get_args
 from weakref import ref
@@ -52,6 +53,7 @@ from fsdp2_strategy.distributed.lost_ranks import (
     reported_divergence,
 )
 from fsdp2_strategy.distributed.process_group import control_device, group_in_use, ranks_of
+from fsdp2_strategy.distributed.spent_time import other_ranks
 from fsdp2_strategy.distributed.unit_watcher import PublishedLog, Watcher
 from fsdp2_strategy.distributed.unusable_groups import check_groups, is_asynchronous, mark_unusable
 from fsdp2_strategy.errors import StepError
@@ -165,7 +167,8 @@ class UnitLog:
         """Run a collective between `begin` and `end`."""
         try:
             self.begin(entry, length)
-            result = collective()
+            with nullcontext() if is_asynchronous(self._group()) else other_ranks.running():
+                result = collective()
         except RuntimeError as error:
             self._is_inside = False
             if is_asynchronous(self._group()) and not getattr(error, "is_agreed", False):

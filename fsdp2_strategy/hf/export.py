@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.agreement import all_or_none, check_equal
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
@@ -170,6 +171,47 @@ def save_all_weights(
     size = sum(entry.nbytes for file in files for entry in file.entries.values())
     tensors_written, in_files = counted(len(regions), "tensor"), counted(len(files), "file")
     log("exported %s to %s: %s, %s in %s", name, staged.folder, tensors_written, size_text(size), in_files)
+
+
+def save_in_one_process(
+    model: nn.Module,
+    output_dir: Path,
+    merge: Callable[[nn.Module], Merged],
+    *,
+    dtype: torch.dtype | None,
+    further: WriteFiles,
+) -> None:
+    """Write an unsharded model as `save_all_weights` does, without a process group; not collective.
+
+    Args:
+        model: tensors may be placeholders, whose values are computed when they are written.
+        output_dir: the folder.
+        merge: `without_adapters`, or `Merged` to keep adapters.
+        dtype: dtype of floating-point tensors in the files; by default that of the model.
+        further: writes the other files of the folder, next to the configuration.
+    """
+    staged = StagedFolder(output_dir)
+    merged = merge(model)
+    skeleton = meta_skeleton(merged.model)
+    tensors = tensors_to_write(merged.model, skeleton)
+    regions = _regions_that_load(skeleton, tensors, dtype, hub_names=True)
+    files = files_for(staged.path, "model", regions, sizes.FILE_BYTES)
+    entries = {name: entry for file in files for name, entry in file.entries.items()}
+    direct = {name: region for name, region in regions.items() if not needs_gather(region, tensors)}
+    merged.gather()
+    with staged:
+        staged.create(sum(file.nbytes for file in files))
+        create_files(files)
+        for shares in values_of_shares(own_shares(direct, tensors), tensors):
+            write_all(write_requests(shares, entries))
+        full: dict[str, torch.Tensor] = {}
+        for name in (name for name in regions if name not in direct):
+            write_all(gathered_write_requests(regions[name], tensors, full, entries[name]))
+        force_to_disk([file.path for file in files])
+        write_index(staged.path, files)
+        write_configuration(staged.path, skeleton, regions)
+        further(staged.path)
+        staged.publish()
 
 
 def _regions_that_load(

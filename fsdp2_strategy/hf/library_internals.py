@@ -24,6 +24,12 @@ LAST_STEP = "_finalize_model_loading"
 """The static method of PreTrainedModel that initialises missing weights and ties weights in ``from_pretrained``."""
 
 
+def build_from_config(kind: Any, config: Any) -> nn.Module:
+    """Build a model of transformers of a given class, as ``from_config`` does for the class that it chooses."""
+    model: nn.Module = kind._from_config(config)
+    return model
+
+
 def names_not_saved(model: Any) -> tuple[str, ...]:
     """Return the names of a model's tensors that are not saved."""
     return tuple(getattr(model, "_keys_to_ignore_on_save", None) or ())

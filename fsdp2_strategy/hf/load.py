@@ -21,7 +21,7 @@ from fsdp2_strategy.distributed.agreement import all_or_none, check_equal
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import current_device
-from fsdp2_strategy.distributed.torch_internals import storage_address
+from fsdp2_strategy.distributed.torch_internals import non_persistent_buffers, storage_address
 from fsdp2_strategy.errors import CheckpointError, counted, some
 from fsdp2_strategy.hf.load_plan import LoadReport, Target, check_ties, match_tensors, tensor_at
 from fsdp2_strategy.hf.meta.initialize import PlainWithoutValues, TensorWithoutValues, initialize, recording_digests
@@ -149,10 +149,27 @@ def _load(model: nn.Module, path: str | Path | None, *, allowed: AllowedMissing,
         store_initial_sums(root)
     refresh_masters_of(root)
     mark_usable(root)
-    where = ", ".join(dict.fromkeys(origin.where for origin, _ in known.values())) or "no folder"
-    initialised = some([t.name for t in to_initialise], "tensor")
-    log("%s: %s from %s, initialised %s", name, counted(len(report.loaded), "tensor"), where, initialised)
+    where = list(dict.fromkeys(origin.where for origin, _ in known.values()))
+    log("%s: %s", name, _summary(len(report.loaded), where, to_initialise))
     return report
+
+
+def _summary(loaded: int, where: Sequence[str], initialised: Sequence[TensorWithoutValues]) -> str:
+    """Return what a load has done, for the log.
+
+    Args:
+        loaded: number of tensors that were read.
+        where: the folders or files that were read; empty for a model that was not built by ``from_pretrained``.
+        initialised: tensors whose values were not in the files; those that no checkpoint has were computed.
+    """
+    drawn = [t.name for t in initialised if any(k not in non_persistent_buffers(own) for own, k in t.registrations)]
+    computed = len(initialised) - len(drawn)
+    if where:
+        text = f"loaded {counted(loaded, 'tensor') if loaded else 'no tensor'} from {', '.join(where)}"
+        text += f"; initialised {some(drawn, 'tensor')}, which it lacks" if drawn else ""
+    else:
+        text = f"initialised {counted(len(drawn), 'tensor')} as its constructors do; no pretrained weights were loaded"
+    return f"{text}; computed {counted(computed, 'buffer')}" if computed else text
 
 
 def needs_values(model: nn.Module) -> bool:

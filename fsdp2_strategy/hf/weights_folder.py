@@ -22,7 +22,7 @@ from fsdp2_strategy.model.state import Slot, attach, attached
 from fsdp2_strategy.storage.file_reads import read_file
 from fsdp2_strategy.storage.json_files import write_text
 from fsdp2_strategy.storage.output_files import File, index_of
-from fsdp2_strategy.storage.safetensors_format import OWN_NAMES, Entry, read_header_and_metadata
+from fsdp2_strategy.storage.safetensors_format import OWN_NAMES, ROOT_NAMES, Entry, read_header_and_metadata
 from fsdp2_strategy.storage.schema import InvalidError, file_name, mapping, parse_json, record, tensor_name
 
 WEIGHTS = "model.safetensors"
@@ -146,6 +146,12 @@ def _plain_name(value: Any) -> None:
 _INDEX = record({"weight_map": mapping(tensor_name, _plain_name)})
 
 
+def has_root_names(folder: Path, belongs: Callable[[Path], bool]) -> bool:
+    """Return whether the weights in a folder have the names of the whole model; see `ROOT_NAMES`."""
+    file = next(filter(belongs, sorted(folder.glob("model*.safetensors"))), None)
+    return file is not None and read_header_and_metadata(file)[1].get("names") == ROOT_NAMES["names"]
+
+
 def read_headers(origin: WeightsSource) -> tuple[WeightsSource, dict[str, Entry]]:
     """Return the location of each tensor, and the origin: without conversions if files are marked `OWN_NAMES`."""
     index = read_index(origin.index) if origin.index else {}
@@ -157,7 +163,7 @@ def read_headers(origin: WeightsSource) -> tuple[WeightsSource, dict[str, Entry]
     entries: dict[str, Entry] = {}
     for file in origin.files:
         stored, metadata = read_header_and_metadata(file)
-        if metadata.get("names") == OWN_NAMES["names"]:
+        if metadata.get("names") in (OWN_NAMES["names"], ROOT_NAMES["names"]):
             origin = replace(origin, conversions=None)
         for name, entry in stored.items():
             if index.get(name, file.name) == file.name:

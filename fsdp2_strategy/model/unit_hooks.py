@@ -21,7 +21,8 @@ Around = Callable[..., Any]
 ORDER: dict[str, tuple[str, ...]] = {
     # Run the offload hook first: it must raise before the divergence check waits for other ranks.
     "gather": ("offload", "divergence"),
-    "finish gather": ("inference mode",),
+    # Measure innermost: other hooks do not wait for ranks.
+    "finish gather": ("inference mode", "time"),
     # Run "direct use" last: it decides which inputs the forward gets.
     "gather for forward": ("direct use", "prefetch order"),
     "hook inputs for reduce": ("missing gradients",),

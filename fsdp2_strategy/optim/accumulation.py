@@ -19,9 +19,9 @@ would change the batch size silently, so this is an error. It names the two ways
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 from weakref import ref
 
 from torch import nn
@@ -80,6 +80,16 @@ class ReducedStep:
     has_equal_losses: bool
 
 
+class Measurements(Protocol):
+    """Numbers of a step that its all-reduce sums over the ranks, in addition to those that the step needs."""
+
+    def numbers(self) -> list[float]:
+        """Return this rank's numbers, equally many on all ranks; called within the ranks of the model."""
+
+    def receive(self, sums: Sequence[float]) -> None:
+        """Take the sums of `numbers` over the ranks."""
+
+
 @dataclass
 class Accumulation:
     """The gradient accumulation state of a model; see [Note: micro-batches].
@@ -112,6 +122,8 @@ class Accumulation:
     """Loss and tokens of these micro-batches; the first backward pass of a step starts new sums."""
     reduced: ReducedStep | None = None
     """What ranks have exchanged for the coming step, if gradients were clipped since the last backward pass."""
+    measurements: Measurements | None = None
+    """What a strategy measures of each step; None without a strategy."""
 
     @property
     def loss_scale(self) -> float:

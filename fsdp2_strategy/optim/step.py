@@ -19,7 +19,7 @@ import math
 import numbers
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, get_args
 from weakref import ref
@@ -42,6 +42,7 @@ from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import control_device, current_device, data_size, group_in_use, world_size
 from fsdp2_strategy.distributed.same_batch import check_later, check_losses_of_groups, take_later
+from fsdp2_strategy.distributed.spent_time import device_wait
 from fsdp2_strategy.distributed.torch_internals import local_of
 from fsdp2_strategy.distributed.unit_log import current_log
 from fsdp2_strategy.errors import StepError, counted
@@ -88,6 +89,37 @@ class StepResult:
     tokens: int | None = None
     """Tokens of the step over all ranks: the sum of all ``num_tokens``; or ``num_items_in_batch`` if no rank passed
     ``num_tokens``. None as for ``grad_norm``, or if neither was passed, or if only some ranks passed ``num_tokens``."""
+    samples: int | None = field(default=None, compare=False)
+    """Samples of the step over all ranks: the sum of all ``num_samples``, by default of the batch sizes of the forward
+    passes. This and the following numbers are those of steps of a strategy, None if unknown, equal on every rank, and
+    not compared by ``==``; docs/metrics.md defines them."""
+    seconds: float | None = field(default=None, compare=False)
+    """Wall-clock time since the step before, on rank 0."""
+    data_seconds: float | None = field(default=None, compare=False)
+    """Part of this time that a rank has waited for batches, mean over the ranks."""
+    save_seconds: float | None = field(default=None, compare=False)
+    """Part of this time that a rank has spent in saves, mean over the ranks."""
+    model_flops: float | None = field(default=None, compare=False)
+    """Floating-point operations of the forward and backward passes of all ranks, without recomputation."""
+    hardware_flops: float | None = field(default=None, compare=False)
+    """The same, with the recomputation of activation checkpointing."""
+    mfu: float | None = field(default=None, compare=False)
+    """Model FLOPs utilisation: ``model_flops`` / ``seconds``, divided by the peak of all devices."""
+    memory_allocated_bytes: int | None = field(default=None, compare=False)
+    """Largest peak of the memory that tensors of a rank occupy, when the ranks last exchanged it; without an
+    accelerator, the largest resident set of a process."""
+    memory_reserved_bytes: int | None = field(default=None, compare=False)
+    """Largest memory that the allocator of a rank reserves, as above; None without an accelerator."""
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """``tokens`` / ``seconds``."""
+        return self.tokens / self.seconds if self.tokens is not None and self.seconds else None
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """``samples`` / ``seconds``."""
+        return self.samples / self.seconds if self.samples is not None and self.seconds else None
 
 
 @collective
@@ -520,9 +552,10 @@ def _reduce(
     with on_ranks_of(parameters):
         ranks = world_size()
         sums, used = own.sums.values(), used_numbers(parameters, root, ranks)
+        measured = [] if own.measurements is None else own.measurements.numbers()
         compared = digest_numbers(sorted(numbers.items()))
         squares, (changed, deferred, *others) = _sum_over_ranks(
-            _gradients(parameters), is_changed, has_deferred_error(), *compared, *buffers, *sums, *used
+            _gradients(parameters), is_changed, has_deferred_error(), *compared, *buffers, *sums, *used, *measured
         )
         if deferred:
             raise_deferred_error()
@@ -534,7 +567,9 @@ def _reduce(
         loss, tokens, divisor = own.sums.totals(of_batches, ranks, ranks_per_layer(root))
         is_shared = data_size() == 1 or ranks_per_layer(root) == ranks
         has_equal_losses = not is_shared and own.sums.are_losses_equal(of_batches, ranks)
-        remove_unused_gradients(parameters, root, [*rest], ranks)
+        remove_unused_gradients(parameters, root, [*islice(rest, len(used))], ranks)
+        if own.measurements is not None:
+            own.measurements.receive([*rest])
     check_later(later)
     return ReducedStep(
         norm=math.sqrt(squares) / (own.loss_scale * divisor),
@@ -600,10 +635,11 @@ def _sum_over_ranks(grads: list[torch.Tensor], *values: float | torch.Tensor) ->
         norms = torch._foreach_norm(locals_, 2, dtype=torch.promote_types(dtype, torch.float32))
         squares = torch.stack(norms).double().square_().sum()
         total[0] += (squares / copies).to(device, non_blocking=True)
-    if log is None:
-        dist.all_reduce(total, group=group_in_use())
-    else:
-        log.all_reduce(total, "takes an optimizer step")
+    with device_wait(total.device):
+        if log is None:
+            dist.all_reduce(total, group=group_in_use())
+        else:
+            log.all_reduce(total, "takes an optimizer step")
     of_gradients, *sums = total.tolist()
     if log is not None:
         log.check(sums[len(values) :])

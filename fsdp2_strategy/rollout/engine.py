@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2_strategy.distributed.agreement import all_or_none, any_rank, check_equal
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
-from fsdp2_strategy.distributed.process_group import group_in_use, world_size
+from fsdp2_strategy.distributed.process_group import group_in_use, rank, world_size
 from fsdp2_strategy.errors import RolloutError, dtype_text, some
 from fsdp2_strategy.model.fsdp_state import is_sharded
 from fsdp2_strategy.model.ranks import on_ranks_of
@@ -88,6 +88,7 @@ class Rollout:
         self._engine: Engine | None = None
         """The same, with all optional members."""
         self.engine_type: str | None = None
+        self._ranks_with_engine: list[int] = []
         self.args: object = None
         self._is_built_here = False
         self._dtype = dtype
@@ -95,10 +96,16 @@ class Rollout:
     @collective
     def set_up(self, args: object, engine_type: str | RolloutEngine, actor: nn.Module | None) -> None:
         """Build the engine, or use the given one; collective."""
-        with (
-            on_ranks_of(() if actor is None else actor),
-            all_or_none("set up an inference engine", RolloutError),
-        ):
+        with on_ranks_of(() if actor is None else actor):
+            self._ranks_with_engine = self._set_up(args, engine_type, actor)
+        self.args = args
+        self._engine = None if self.engine is None else engine_of(self.engine)
+        self._is_built_here = isinstance(engine_type, str)
+        self.engine_type = engine_type if isinstance(engine_type, str) else type(engine_type).__name__
+
+    def _set_up(self, args: object, engine_type: str | RolloutEngine, actor: nn.Module | None) -> list[int]:
+        """Build or check the engine, and return the ranks that have one; collective."""
+        with all_or_none("set up an inference engine", RolloutError):
             self.close()  # the old engine may hold memory or a port that the new one needs
             built: Any = engine_type
             if isinstance(engine_type, str):
@@ -111,10 +118,16 @@ class Rollout:
                 built = _call_factory(engine_type, args, actor, self._dtype_of(actor))
             if built is not None:
                 _check_engine(built)
-        self.engine, self.args = built, args
-        self._engine = None if built is None else engine_of(built)
-        self._is_built_here = isinstance(engine_type, str)
-        self.engine_type = engine_type if isinstance(engine_type, str) else type(engine_type).__name__
+        self.engine = built
+        has_engine = [built is not None] * world_size()
+        dist.all_gather_object(has_engine, built is not None, group=group_in_use())
+        return [number for number, has in enumerate(has_engine) if has]
+
+    def engine_or_absent(self) -> RolloutEngine:
+        """Return this rank's engine, or an `AbsentEngine`; not collective."""
+        if self.engine is not None:
+            return self.engine
+        return cast("RolloutEngine", AbsentEngine(None if self.engine_type is None else self._ranks_with_engine))
 
     def close(self) -> None:
         """Close and release the engine if `set_up` built it; not collective."""
@@ -255,6 +268,36 @@ class Rollout:
     def is_asleep(self) -> bool:
         """Whether there is an engine on this rank, and it is asleep."""
         return self._engine is not None and self._engine.is_asleep
+
+
+class AbsentEngine:
+    """Stand for the engine on a rank that has none: false, and its attributes raise an error that says where one is.
+
+    Args:
+        ranks: the ranks that have an engine; None if none was set up.
+    """
+
+    def __init__(self, ranks: Sequence[int] | None) -> None:
+        self._ranks = ranks
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise an error, except for special methods, which copy and pickle look up.
+
+        Raises:
+            RolloutError: for all other names.
+        """
+        if name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__} has no {name}")
+        if self._ranks is None:
+            raise _no_engine(f"use {name!r} of the inference engine")
+        raise RolloutError(
+            f"cannot use {name!r} of the inference engine: rank {rank()} holds none, expected one of "
+            f"{some([str(number) for number in self._ranks], 'rank')}. Call it there, with 'if "
+            "strategy.inference_engine:', and send the result to the other ranks."
+        )
 
 
 def _no_engine(action: str) -> RolloutError:

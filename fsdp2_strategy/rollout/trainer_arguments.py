@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from fsdp2_strategy.distributed.process_group import group_in_use, local_world_size, ranks_of
 from fsdp2_strategy.errors import RolloutError, dtype_text
+from fsdp2_strategy.extras import install_command
 
 _REQUIRED = object()
 
@@ -59,7 +60,7 @@ def import_package(name: str) -> Any:
     except ImportError as error:
         raise RolloutError(
             f"cannot build an engine: the package {name} is not installed, expected it for the engine {name!r}. "
-            "Install it, or use the engine 'transformers'."
+            f"{install_command(name)}, or use the engine 'transformers'."
         ) from error
 
 

@@ -14,8 +14,10 @@ from weakref import ref
 import torch
 from torch import nn
 
+from fsdp2_strategy.distributed.spent_time import device_wait, other_ranks
 from fsdp2_strategy.distributed.torch_internals import (
     choose_root,
+    device_of,
     fsdp_state_of,
     gathering_ranks,
     gradient_ranks,
@@ -49,6 +51,7 @@ def watch_units(root: nn.Module) -> None:
             text = f"gathers {name} of {class_name(root)}"
             entry = log.register(text, key, functools.partial(_help_to_gather, ref(root), own))
             register_hook(param_group, "gather", "divergence", functools.partial(_gather, log, entry))
+            register_hook(param_group, "finish gather", "time", _finish_gather)
         if gradient_ranks(param_group) > 1:
             text = f"reduces the gradients of {name} of {class_name(root)}"
             entry = log.register(text, key, functools.partial(_help_to_reduce, own))
@@ -60,6 +63,13 @@ def _gather(log: UnitLog, entry: int, param_group: Any, gather: Callable[..., No
         gather(async_op)
     else:
         log.run(entry, functools.partial(gather, async_op))
+
+
+def _finish_gather(param_group: Any, finish: Callable[[], None]) -> None:
+    """Measure how long this rank waits for an all-gather that was begun before; [Note: time spent waiting]."""
+    device = device_of(param_group)
+    with other_ranks.running() if device.type == "cpu" else device_wait(device):
+        finish()
 
 
 def _reduce(log: UnitLog, entry: int, param_group: Any, reduce: Callable[..., None], *unused: Any) -> None:

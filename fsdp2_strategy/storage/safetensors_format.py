@@ -48,6 +48,8 @@ CONVERTED = {"format": "pt"}
 """Metadata of a header, as transformers and safetensors write it. Loads apply transformers' conversions."""
 OWN_NAMES = {"format": "pt", "names": "model"}
 """Metadata of a header if names and layout are the model's own. Loads apply no conversions."""
+ROOT_NAMES = {"format": "pt", "names": "root"}
+"""The same, if the names are those of the whole model, with all wrappers around a transformers model."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER_BYTES = 100_000_000
 """Maximum size of a header, including the 8 bytes of its length; that of the library safetensors."""

@@ -1,12 +1,14 @@
-"""Record the metrics of any training loop: one record per optimizer step, to files and services; and its rates."""
+"""Record any training loop: one record of metrics per optimizer step, its rates, and traces of some steps."""
 
 from fsdp2_strategy.tracking.metrics import Metrics
+from fsdp2_strategy.tracking.profile import Profile
 from fsdp2_strategy.tracking.throughput import Rates, Throughput
 from fsdp2_strategy.tracking.trackers import JSONLinesTracker, TensorBoardTracker, Tracker, WeightsBiasesTracker
 
 __all__ = [
     "JSONLinesTracker",
     "Metrics",
+    "Profile",
     "Rates",
     "TensorBoardTracker",
     "Throughput",

@@ -31,7 +31,19 @@ from fsdp2_strategy.errors import ArgumentError, StepError
 from fsdp2_strategy.optim.step import StepResult
 from fsdp2_strategy.tracking.trackers import Tracker, start_trackers
 
-_OWN = ("step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "seconds_per_step", "skipped")
+_MEASURED = (
+    "samples",
+    "samples_per_second",
+    "mfu",
+    "model_flops",
+    "hardware_flops",
+    "data_seconds",
+    "save_seconds",
+    "memory_allocated_bytes",
+    "memory_reserved_bytes",
+)
+"""Numbers of a strategy's steps, by their names in `StepResult`."""
+_OWN = ("step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "seconds_per_step", "skipped", *_MEASURED)
 
 
 class Metrics:
@@ -83,8 +95,9 @@ class Metrics:
 
         A record consists of ``step``, ``loss``, ``lr``, ``grad_norm`` and ``tokens`` of the result (see `StepResult`);
         ``skipped``, 0 or 1; ``seconds_per_step``, the wall-clock time since the previous record or the construction,
-        including evaluation and saves; ``tokens_per_second``; and the further values. Unknown numbers are omitted. A
-        skipped step has the number that it would have had if it had been taken.
+        including evaluation and saves; ``tokens_per_second``; what a strategy measures of its steps, such as ``mfu``
+        and ``memory_allocated_bytes`` (docs/metrics.md); and the further values. Unknown numbers are omitted. A skipped
+        step has the number that it would have had if it had been taken.
 
         Args:
             result: what `optimizer_step` returned.
@@ -113,6 +126,7 @@ class Metrics:
             "tokens_per_second": result.tokens / seconds if result.tokens is not None and seconds else None,
             "seconds_per_step": seconds,
             "skipped": int(result.skipped),
+            **{name: getattr(result, name) for name in _MEASURED},
         }
         try:
             record = {name: value for name, value in known.items() if value is not None}

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
+from fsdp2_strategy.distributed import spent_time
 from fsdp2_strategy.distributed.collectives import all_gather
 from fsdp2_strategy.distributed.lost_ranks import collective
 
@@ -104,7 +105,8 @@ class Throughput:
             if self._first_batch_seconds is not None and self._start is None:
                 self._start = requested
             try:
-                batch = next(iterator)
+                with spent_time.data.running():
+                    batch = next(iterator)
             except StopIteration:
                 return
             waited = self._clock() - requested

@@ -5,7 +5,6 @@ Input: the settings of a run, and one record per optimizer step. Output: files i
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.process_group import is_rank_0
 from fsdp2_strategy.errors import ConfigError, did_you_mean
+from fsdp2_strategy.extras import check_installed
 
 
 @runtime_checkable
@@ -87,7 +87,7 @@ class TensorBoardTracker:
     """
 
     def __init__(self, run_id: str, run_dir: str | Path, hparams: Mapping[str, Any]) -> None:
-        _check_installed("tensorboard")
+        check_installed("tensorboard", "track with 'tensorboard'")
         self.run_id, self.run_dir, self.hparams = run_id, Path(run_dir), hparams
         self._writer: Any = None
 
@@ -144,7 +144,7 @@ class WeightsBiasesTracker:
         entity: str | None = None,
         group: str | None = None,
     ) -> None:
-        _check_installed("wandb")
+        check_installed("wandb", "track with 'wandb'")
         self.run_id, self.run_dir, self.hparams = run_id, Path(run_dir), hparams
         self._run: Any = None
         if is_rank_0():
@@ -206,14 +206,6 @@ def start_trackers(
                 tracker.finalize()
         raise
     return started
-
-
-def _check_installed(package: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        raise ConfigError(
-            f"cannot track with {package!r}: the package {package} is not installed, expected the extra 'tracking'. "
-            "Run pip install 'fsdp2_strategy[tracking]', or track with 'jsonl'."
-        )
 
 
 def _to_line(record: Mapping[str, Any]) -> bytes:

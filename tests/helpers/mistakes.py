@@ -112,14 +112,34 @@ what the other ranks last reported, and the file of torch's flight recorder. A r
 | torchrun ends with ChildFailedError. | The cause is in the first traceback above. `exitcode: -9`: a rank was killed, \
 often because the host's memory was full. |
 | The memory is full (CUDA out of memory). | `explain` prints the memory of each rank; [memory](memory.md) says which \
-settings change it. |
+settings change it. `memory_snapshot: true` shows what fills it: [profile](metrics.md#profile). |
 | The loss is different on another number of ranks. | Parts have different sizes, which the loader warns of: use a \
-batch size that the ranks divide, or [`num_items_in_batch`](data.md#another-number-of-ranks-another-batch-size). Or \
+batch size that the ranks divide, or [`num_items`](data.md#another-number-of-ranks-another-batch-size). Or \
 dropout, whose random numbers depend on the rank. Sums in another order change the last digits. |
 | An error says "rank 1 did not make this call", and no condition is wrong. | Rank 1 was killed: see the exit code \
 that torchrun prints. |
 """.splitlines()
 """What is seen without a message of this package, by the words that users search for."""
+
+EVERYDAY = """\
+## Calls of Hugging Face
+
+| Call | On a model that `prepare_model` got |
+|---|---|
+| `from_pretrained` | Call it before, in `with strategy.init_model_context(meta_init=True):`: each rank reads a part. |
+| `generate` | Works, also with prompts of other lengths on each rank. |
+| `gradient_checkpointing_enable()` | Works; `activation_checkpointing` of the configuration is for any model. |
+| `tie_weights()`, `num_parameters()`, `get_memory_footprint()` | Work, and count full parameters. |
+| `requires_grad_(False)` of some parameters | Works, but memory is saved only if it comes before `prepare_model`. |
+| `model.to(device)`, `model.cuda()` | Not needed: the model is on its device. |
+| `model.to(dtype)`, `model.half()` | Remove it: the next step raises an error. `bf16` or `fp16` is the compute dtype. |
+| `state_dict()` | Returns this rank's shards, as DTensors; saving them with `torch.save` is an error. |
+| `load_state_dict(full)` | Works with full tensors, if every rank has them. |
+| `save_pretrained`, `push_to_hub`, `torch.save(model)` | An error that names `save_model` and `save_ckpt`. |
+| `resize_token_embeddings`, `add_adapter`, `get_peft_model` | An error: call them before. |
+| `Trainer.save_model`, `Trainer.train` | With `with_fsdp2(Trainer)`, as usual: [Trainer and TRL](coming_from_trl.md). |
+""".splitlines()
+"""What usual calls do; `test_everyday_calls` makes those that work, and mistakes of the table make the others."""
 
 
 def page(mistakes: Iterable[Mistake] = MISTAKES.values()) -> str:
@@ -133,6 +153,8 @@ def page(mistakes: Iterable[Mistake] = MISTAKES.values()) -> str:
         "collectives, they hear of it when one of them ends, or at the time-out.",
         "",
         *SYMPTOMS,
+        "",
+        *EVERYDAY,
     ]
     section = ""
     for each in mistakes:
@@ -282,22 +304,41 @@ def a_mistyped_key_in_yaml(folder):
 
 
 @mistake(
-    "cannot configure: max_norm is '1e-3', expected a finite number",
+    "cannot configure: profile is 613, expected the first and the last optimizer step",
     ConfigError,
-    "YAML reads `1e-3` as a string. Write `1.0e-3`, or convert it with `float`.",
+    "YAML reads `10:13` as a number of seconds. Write `profile: 10-13`.",
 )
-def a_number_that_yaml_reads_as_text(folder):
-    on_rank_0(lambda: (folder / "config.yaml").write_text("max_norm: 1e-3\n"))
+def steps_that_yaml_reads_as_a_number(folder):
+    on_rank_0(lambda: (folder / "config.yaml").write_text("profile: 10:13\n"))
     StrategyConfig.from_yaml(folder / "config.yaml")
 
 
 @mistake(
-    "cannot configure: bf16 is 'yes', expected true or false",
+    "cannot configure: bf16 is 'bf16', expected true or false",
     ConfigError,
     "",
 )
 def a_switch_as_text(folder):
-    FSDPV2Strategy(bf16="yes")
+    FSDPV2Strategy(bf16="bf16")
+
+
+@mistake(
+    "expected a folder that every rank can create and write",
+    ConfigError,
+    "Set `profile_dir` to a folder that every rank can write.",
+)
+def a_profile_in_a_folder_that_cannot_be_written(folder):
+    on_rank_0(lambda: (folder / "file").write_text(""))
+    strategy_for(profile="1-2", profile_dir=folder / "file").prepare_model(build("llama"), is_training=True)
+
+
+@mistake(
+    "cannot record memory for memory_snapshot",
+    ConfigError,
+    "Set `memory_snapshot` only on CUDA.",
+)
+def a_memory_snapshot_without_an_accelerator(folder):
+    strategy_for(memory_snapshot=True, profile_dir=folder).prepare_model(build("llama"), is_training=True)
 
 
 @mistake(
@@ -501,6 +542,61 @@ def save_pretrained_of_a_sharded_model(folder):
 def torch_save_of_a_sharded_state_dict(folder):
     model = strategy_for().prepare_model(build("llama"), is_training=True)
     torch.save(model.state_dict(), folder / f"{dist.get_rank()}.pt")
+
+
+@mistake(
+    "cannot pickle LlamaForCausalLM: it is sharded",
+    CheckpointError,
+    "Call `strategy.save_ckpt(model, save_dir)` to resume, or `strategy.save_model` for `from_pretrained`.",
+)
+def torch_save_of_a_sharded_model(folder):
+    model = strategy_for().prepare_model(build("llama"), is_training=True)
+    torch.save(model, folder / f"{dist.get_rank()}.pt")
+
+
+@mistake(
+    "cannot call push_to_hub: LlamaForCausalLM is sharded",
+    CheckpointError,
+    "Call `save_model(model, tokenizer, output_dir)` on every rank, and upload the folder on one; or pass "
+    "`push_to_hub=True, repo_id=...` to it.",
+)
+def push_to_hub_of_a_sharded_model(folder):
+    strategy_for().prepare_model(build("llama"), is_training=True).push_to_hub("me/model")
+
+
+@mistake(
+    "cannot resize the embeddings of LlamaForCausalLM from 96 to 128 tokens",
+    ShardError,
+    "Call `resize_token_embeddings` before `prepare_model`.",
+)
+def resize_token_embeddings_of_a_sharded_model(folder):
+    strategy_for().prepare_model(build("llama"), is_training=True).resize_token_embeddings(128)
+
+
+@mistake(
+    "cannot call add_adapter: LlamaForCausalLM is sharded",
+    ShardError,
+    "Call `add_adapter`, or peft's `get_peft_model`, before `prepare_model`.",
+)
+def add_adapter_to_a_sharded_model(folder):
+    from peft import LoraConfig
+
+    model = strategy_for().prepare_model(build("llama"), is_training=True)
+    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]))
+
+
+@mistake(
+    "cannot add the module q_proj (Linear) to LlamaForCausalLM: the model is sharded",
+    ShardError,
+    "Call `get_peft_model` before `prepare_model`.",
+    quote="cannot add the module q_proj (Linear) to LlamaForCausalLM",
+)
+def get_peft_model_of_a_sharded_model(folder):
+    from peft import LoraConfig, get_peft_model
+
+    get_peft_model(
+        strategy_for().prepare_model(build("llama"), is_training=True), LoraConfig(target_modules=["q_proj"])
+    )
 
 
 @mistake(
@@ -1505,6 +1601,57 @@ def another_optimizer(folder):
     optimizer = strategy.create_optimizer(model, lr=0.1, optimizer_cls=torch.optim.SGD)
     strategy.create_scheduler(optimizer, "constant")
     strategy.load_ckpt(model, folder / "ckpts")
+
+
+@mistake(
+    "expected one that also has the optimizer",
+    CheckpointError,
+    "It has weights only: pass `load_optimizer_states=False`.",
+)
+def a_folder_of_weights(folder):
+    on_rank_0(lambda: build("llama").save_pretrained(folder / "hub"))
+    model, *_ = prepared(strategy := strategy_for())
+    strategy.load_ckpt(model, folder / "hub")
+
+
+@mistake(
+    "can be in more than one of them",
+    CheckpointError,
+    "Create the optimizer with the groups of the saved program; or save by name with `get_optimizer_state_dict`.",
+)
+def numbers_of_parameters_in_unknown_groups(folder):
+    theirs = torch.nn.Sequential(torch.nn.LayerNorm(4), torch.nn.LayerNorm(4))
+    named = list(theirs.named_parameters())
+    optimizer = torch.optim.AdamW([{"params": [p for _, p in named[:2]]}, {"params": [p for _, p in named[2:]]}])
+    sum(p.sum() for p in theirs.parameters()).backward()
+    optimizer.step()
+    state = {"model": theirs.state_dict(), "optimizer": optimizer.state_dict()}
+    on_rank_0(lambda: torch.save(state, folder / "model.pt"))
+    strategy = strategy_for()
+    model = strategy.prepare_model(theirs, is_training=True)
+    strategy.load_ckpt(model, folder / "model.pt", trust=True, optimizer=strategy.create_optimizer(model, lr=0.1))
+
+
+@mistake(
+    "it has FSDP1's flattened parameters",
+    CheckpointError,
+    "Save it again with `SHARDED_STATE_DICT` in the old program.",
+)
+def flattened_parameters(folder):
+    on_rank_0(lambda: torch.save({"_flat_param": torch.zeros(8)}, folder / "model.pt"))
+    model, *_ = prepared(strategy := strategy_for())
+    strategy.load_ckpt(model, folder / "model.pt", trust=True, load_module_only=True)
+
+
+@mistake(
+    "holds files that look like weights",
+    CheckpointError,
+    "Pass the file or folder to load, or an empty directory.",
+)
+def a_directory_with_unknown_weights(folder):
+    on_rank_0((folder / "model.gguf").touch)
+    model, *_ = prepared(strategy := strategy_for())
+    strategy.load_ckpt(model, folder)
 
 
 @mistake(

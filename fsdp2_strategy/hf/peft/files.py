@@ -59,8 +59,8 @@ class AdapterFiles:
         return cls(regions, skeleton), tensors
 
     def adapter_folder(self, adapter: str, folder: Path) -> Path:
-        """Return the folder of an adapter's files: ``folder`` itself for "default", a subfolder for others."""
-        return folder if adapter == "default" else folder / adapter
+        """Return the folder of an adapter's files; see `adapter_folder`."""
+        return adapter_folder(adapter, folder)
 
     def write_configuration(self, adapter: str, folder: Path) -> None:
         """Write an adapter's configuration, which peft needs to load the weights, to the adapter's folder."""
@@ -72,10 +72,25 @@ class AdapterFiles:
         config.save_pretrained(folder, auto_mapping_dict=None if config.task_type else classes)
 
 
+def adapter_folder(adapter: str, folder: Path) -> Path:
+    """Return the folder of an adapter's files: ``folder`` itself for "default", a subfolder for others."""
+    return folder if adapter == "default" else folder / adapter
+
+
+def adapter_configurations(root: nn.Module) -> dict[str, Any]:
+    """Copy the configurations of the adapters of the only peft model within a module; empty if it has several."""
+    found: list[Any] = _outermost(root)
+    return copy.deepcopy(dict(found[0].peft_config)) if len(found) == 1 else {}
+
+
+def _outermost(root: nn.Module) -> list[nn.Module]:
+    found = peft_models(root)
+    return [m for m in found if not any(m is not other and m in set(other.modules()) for other in found)]
+
+
 def _adapted_model(root: nn.Module) -> nn.Module:
     """Return the only peft model within a module: a PeftModel, or a model into which peft injected adapters."""
-    found = peft_models(root)
-    outermost = [m for m in found if not any(m is not other and m in set(other.modules()) for other in found)]
+    outermost = _outermost(root)
     if len(outermost) != 1:
         raise CheckpointError(
             f"cannot export adapters: {class_name(root)} contains {len(outermost)} peft models, "

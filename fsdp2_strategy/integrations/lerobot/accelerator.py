@@ -19,12 +19,14 @@ from torch.optim import Optimizer
 
 from fsdp2_strategy.checkpoint.random_state import load_rng
 from fsdp2_strategy.config.strategy_config import StrategyConfig
+from fsdp2_strategy.distributed import spent_time
 from fsdp2_strategy.distributed.collectives import all_reduce
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.errors import ConfigError
 from fsdp2_strategy.integrations.lerobot.evaluation import Evaluation
 from fsdp2_strategy.optim.ema import EMA
 from fsdp2_strategy.strategy import FSDPV2Strategy
+from fsdp2_strategy.tracking.step_log import Output
 
 
 class Accelerator:
@@ -43,7 +45,7 @@ class Accelerator:
         _check_supported(cfg)
         self._cfg = cfg
         settings, sharding = cfg.accelerator, cfg.accelerator.fsdp
-        self.strategy = FSDPV2Strategy(
+        self.strategy = ScriptStrategy(
             config=StrategyConfig(
                 seed=cfg.seed or 0,
                 max_norm=0.0,  # the script clips
@@ -56,6 +58,7 @@ class Accelerator:
                 block_class_names=tuple(sharding.wrap_modules or ()),
                 min_unit_params=sharding.min_num_params,
                 cpu_offload=sharding.cpu_offload,
+                log_every_seconds=StrategyConfig.log_every_seconds if cfg.log_freq > 0 else 0.0,
             )
         )
         self.num_processes, self.process_index = self.strategy.world_size, dist.get_rank()
@@ -85,6 +88,7 @@ class Accelerator:
             self._policy, self.optimizer = self.strategy.prepare((policy, optimizer))
         else:
             self._policy, self.optimizer, schedule = self.strategy.prepare((policy, optimizer, schedule))
+        self.strategy.set_total_steps(self._policy, self._cfg.steps // self.strategy.accumulated_gradient)
         if self._cfg.ema.enable:
             self._average(self._cfg.ema)
         self.loader = ResumedLoader(self._divided(loader))
@@ -165,6 +169,17 @@ class Accelerator:
         self.strategy.close()
 
 
+class ScriptStrategy(FSDPV2Strategy):
+    """An `FSDPV2Strategy` for the script, which shows a bar of its own, and knows the number of steps."""
+
+    def _step_output(self) -> Output:
+        return "lines"
+
+    def set_total_steps(self, policy: nn.Module, steps: int) -> None:
+        """Set the number of optimizer steps at the end of the run, for the log; not collective."""
+        self._state_of(policy).meter.log.total_steps = steps
+
+
 class Averages:
     """The averages of a policy's trainable parameters, and the schedule of their decay, with ``--ema.enable``.
 
@@ -207,7 +222,8 @@ class ResumedLoader:
         """Random state after the load of a checkpoint; None if there was none, or after the first batch."""
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self._loader:
+        batches = spent_time.data.timed(self._loader)
+        for batch in batches:
             if self.random_state is not None:
                 load_rng(self.random_state)
                 self.random_state = None

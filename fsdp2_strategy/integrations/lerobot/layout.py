@@ -62,10 +62,12 @@ class LeRobotLayout(Layout):
     needs_adapters_only: ClassVar[bool] = True
     total_steps: int
     """Optimizer steps of the whole run. Names of checkpoints have as many digits as this number, but at least six."""
-    batch_size: int
-    """Samples per batch of one process; saved in ``training_step.json``."""
-    gradient_accumulation_steps: int = 1
-    """Micro-batches per optimizer step, for ``training_step.json``, whose step counts micro-batches."""
+    batch_size: int | None = None
+    """Samples per batch of one process; saved in ``training_step.json``. None: `micro_train_batch_size` of the strategy
+    that saves."""
+    gradient_accumulation_steps: int | None = None
+    """Micro-batches per optimizer step, for ``training_step.json``, whose step counts micro-batches. None: those of the
+    strategy that saves."""
     micro_batches: int | None = None
     """Micro-batches that the run has trained on, if the trainer counts them; by default those of the optimizer steps,
     without steps that were skipped because of their gradients."""
@@ -84,6 +86,8 @@ class LeRobotLayout(Layout):
     def __post_init__(self) -> None:
         for name in ("total_steps", "batch_size", "gradient_accumulation_steps"):
             value = getattr(self, name)
+            if value is None and name != "total_steps":
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(
                     f"cannot create the checkpoint layout: {name} is {value!r}, expected an integer of at least 1. "
@@ -91,14 +95,28 @@ class LeRobotLayout(Layout):
                 )
         check_sidecars(self.train_config, self.preprocessor, self.postprocessor)
 
+    def of_run(self, *, batch_size: int, gradient_accumulation_steps: int) -> Self:
+        """Return the layout with the numbers of a run in place of those that are not given."""
+        return dataclasses.replace(
+            self,
+            batch_size=self.batch_size or batch_size,
+            gradient_accumulation_steps=self.gradient_accumulation_steps or gradient_accumulation_steps,
+        )
+
     def training_step(self, step: int, world_size: int, shard_size: int) -> dict[str, Any]:
         """Return the content of ``training_step.json`` after an optimizer step."""
+        if self.batch_size is None:
+            raise ConfigError(
+                "cannot save a policy: batch_size of LeRobotLayout is None, expected the samples of one process's "
+                "batch. Pass it, or save with a strategy's save_ckpt, which knows it."
+            )
+        accumulated = self.gradient_accumulation_steps or 1
         return {
-            "step": step * self.gradient_accumulation_steps if self.micro_batches is None else self.micro_batches,
+            "step": step * accumulated if self.micro_batches is None else self.micro_batches,
             "num_processes": world_size,  # what LeRobot read before version 0.6
             "dp_world_size": world_size,
             "batch_size": self.batch_size,
-            "grad_accum_steps": self.gradient_accumulation_steps,
+            "grad_accum_steps": accumulated,
             "parallelism": {
                 "dp_replicate": world_size // shard_size,
                 "dp_shard": shard_size,

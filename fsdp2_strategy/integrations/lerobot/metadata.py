@@ -15,12 +15,15 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
 from fsdp2_strategy.errors import CorruptDataError, DataError
+from fsdp2_strategy.extras import needed_to
 from fsdp2_strategy.integrations.lerobot.dataset_source import Source
+
+with needed_to("read LeRobot's data sets"):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
 Column = npt.NDArray[Any]
 

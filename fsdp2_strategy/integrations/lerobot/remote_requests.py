@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-import aiohttp
-import fsspec
-from fsspec.asyn import sync
-
 from fsdp2_strategy.errors import DataError
+from fsdp2_strategy.extras import needed_to
+
+with needed_to("read LeRobot's data sets"):
+    import aiohttp
+    import fsspec
+    from fsspec.asyn import sync
 
 _LONGEST_PAUSE_SECONDS = 30.0
 

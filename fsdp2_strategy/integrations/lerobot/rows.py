@@ -18,11 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
+from fsdp2_strategy.extras import needed_to
 from fsdp2_strategy.integrations.lerobot.dataset_source import Source, cache_errors
 from fsdp2_strategy.integrations.lerobot.metadata import Metadata, corrupt, parsing
+
+with needed_to("read LeRobot's data sets"):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
 _LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 _NUMBERS = (pa.types.is_floating, pa.types.is_integer, pa.types.is_boolean)

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import importlib
 
+from fsdp2_strategy.extras import needed_to
 from fsdp2_strategy.integrations.lerobot.script import run
 
 if __name__ == "__main__":
-    run(importlib.import_module("lerobot.scripts.lerobot_train"))
+    with needed_to("train with LeRobot's script"):
+        script = importlib.import_module("lerobot.scripts.lerobot_train")
+    run(script)

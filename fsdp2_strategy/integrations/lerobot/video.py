@@ -23,15 +23,18 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import av
-import av.container
 import numpy as np
 import torch
-from av.video.reformatter import VideoReformatter
 
+from fsdp2_strategy.extras import needed_to
 from fsdp2_strategy.integrations.lerobot.dataset_source import Source
 from fsdp2_strategy.integrations.lerobot.metadata import corrupt
 from fsdp2_strategy.integrations.lerobot.worker_counters import Counts
+
+with needed_to("decode videos"):
+    import av
+    import av.container
+    from av.video.reformatter import VideoReformatter
 
 _MIN_PYAV = 15
 _PYAV = int(av.__version__.partition(".")[0])

@@ -41,6 +41,7 @@ from fsdp2_strategy.model.ranks import sequence_group_of
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.rollout import WeightUpdate
 from fsdp2_strategy.strategy import FSDPV2Strategy
+from fsdp2_strategy.tracking.step_log import Output
 
 ModelT = TypeVar("ModelT", bound=nn.Module | None)
 
@@ -121,6 +122,10 @@ class LightRFTStrategy(FSDPV2Strategy):
         self.time_steps: Counter[str] = Counter()
         self._generations = 0
 
+    def _step_output(self) -> Output:
+        """LightRFT's trainers have bars of their own."""
+        return "lines"
+
     # --- models -------------------------------------------------------------------------------------------------------
 
     @collective
@@ -174,7 +179,7 @@ class LightRFTStrategy(FSDPV2Strategy):
     @property
     def inference_engine_status(self) -> EngineStatus:
         """Whether this rank's engine is awake; asleep if there is none."""
-        has_engine = self.inference_engine is not None
+        has_engine = self._rollout.engine is not None
         return EngineStatus.WAKEUP if has_engine and not self._rollout.is_asleep else EngineStatus.SLEEPED
 
     @collective
@@ -209,12 +214,12 @@ class LightRFTStrategy(FSDPV2Strategy):
         Raises:
             RolloutError: there is no engine on this rank; or see `generation.generate`.
         """
-        if self.inference_engine is None:
+        if self._rollout.engine is None:
             raise RolloutError(
                 "cannot generate: there is no inference engine on this rank, expected one. Call "
                 "setup_inference_engine first."
             )
-        engine, kind = self.inference_engine, self.inference_engine_type
+        engine, kind = self._rollout.engine, self.inference_engine_type
         return generate(engine, kind, sampling_params, token_ids=prompt_token_ids, inputs=multi_modal_inputs)
 
     _build_multimodal_inputs = staticmethod(prompts_with_media)
@@ -263,7 +268,7 @@ class LightRFTStrategy(FSDPV2Strategy):
             shared = [prompt for prompts in of_ranks for prompt in prompts]
             token_ids, inputs = (None, shared) if has_media else (shared, None)
             generated = None  # another rank has the engine
-            if self.inference_engine is not None or dist.get_world_size(self.engine_mp_group) == 1:
+            if self._rollout.engine is not None or dist.get_world_size(self.engine_mp_group) == 1:
                 generated = self.engine_generate_local(sampling_params, token_ids, inputs)
         with all_or_none("generate", RolloutError):
             outputs = _outputs_of_group(generated, self.engine_mp_group)
@@ -304,7 +309,7 @@ class LightRFTStrategy(FSDPV2Strategy):
                 `FSDPV2Strategy.load_ckpt`.
         """
         trust = keywords.pop("trust", self.trust_checkpoints)
-        saved = foreign_training_state(load_dir, keywords.get("tag"))
+        saved = foreign_training_state(load_dir, keywords.get("tag"), trust=trust)
         if saved is not None and not trust:
             raise CheckpointError(
                 f"cannot load from {load_dir}: another system wrote the checkpoint, and it contains pickles, which can "

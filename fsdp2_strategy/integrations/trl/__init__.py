@@ -17,6 +17,10 @@ tests/test_compat_transformers.py checks the names against the installed version
 
 from __future__ import annotations
 
+from fsdp2_strategy.extras import check_installed
+
+check_installed("accelerate", "run a Trainer")
+
 from fsdp2_strategy.integrations.trl.layout import TrainerLayout
 from fsdp2_strategy.integrations.trl.trainer import FSDP2Trainer, with_fsdp2
 

@@ -29,10 +29,18 @@ from fsdp2_strategy.optim.masters import FSDPadaptOptimizer
 from fsdp2_strategy.optim.step import forbid_direct_steps
 from fsdp2_strategy.optim.zero_grad import watch_optimizer
 from fsdp2_strategy.strategy import FSDPV2Strategy
+from fsdp2_strategy.tracking.step_log import Output
 
 
 class TrainerStrategy(FSDPV2Strategy):
     """An `FSDPV2Strategy` for a trainer that counts the micro-batches of each step, and creates the optimizer."""
+
+    def _step_output(self) -> Output:
+        return "none"
+
+    def take_step_numbers(self, model: nn.Module) -> dict[str, float]:
+        """Return the numbers of the steps since the last call, for the trainer's log; not collective."""
+        return self._state_of(model).meter.take_numbers()
 
     def start_step(self, model: nn.Module, micro_batches: int) -> None:
         """Declare the number of micro-batches of the coming step; not collective.

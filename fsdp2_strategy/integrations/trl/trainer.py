@@ -24,6 +24,7 @@ from transformers.trainer_utils import HubStrategy, has_length
 
 from fsdp2_strategy.checkpoint.directory import NOT_CHECKPOINTS
 from fsdp2_strategy.checkpoint.random_state import load_rng, rng_content
+from fsdp2_strategy.distributed import spent_time
 from fsdp2_strategy.errors import ConfigError
 from fsdp2_strategy.hf.library_internals import resume_generations, set_weights_of_engine
 from fsdp2_strategy.hf.peft.merge import is_peft_model
@@ -113,11 +114,17 @@ class FSDP2Trainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Return the batches of a step, and tell the strategy how many they are; collective."""
-        with self.accelerator.sample_order.of_training():
+        with self.accelerator.sample_order.of_training(), spent_time.data.running():
             samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if samples:
             self.strategy.start_step(self.model, len(samples))
         return samples, num_items
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log the trainer's numbers, and with those of training steps the strategy's; not collective."""
+        if "loss" in logs:
+            logs = self.strategy.take_step_numbers(self.model) | logs
+        super().log(logs, start_time)
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
         return False  # the strategy computes one norm over all meshes

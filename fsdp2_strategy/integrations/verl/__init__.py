@@ -14,6 +14,10 @@ verl must be installed. tests/test_compat_verl.py checks the names against the i
 
 from __future__ import annotations
 
+from fsdp2_strategy.extras import check_installed
+
+check_installed("verl", "run verl's workers")
+
 from fsdp2_strategy.integrations.verl.engine import StrategyEngine
 from fsdp2_strategy.integrations.verl.settings import EngineConfig
 

@@ -27,6 +27,7 @@ import torch
 
 from fsdp2_strategy.checkpoint import Loader
 from fsdp2_strategy.checkpoint.random_state import derive_seed, load_rng, rng_content
+from fsdp2_strategy.distributed import spent_time
 from fsdp2_strategy.distributed.agreement import all_or_none, any_rank
 from fsdp2_strategy.distributed.generators import restored_generators
 from fsdp2_strategy.distributed.log import log
@@ -100,7 +101,8 @@ class Epochs:
             batches = self._start_epoch(epoch, resumes=resumes)
         while True:
             with all_or_none("draw a batch", DataError):
-                batch = next(batches, _END)
+                with spent_time.data.running():
+                    batch = next(batches, _END)
                 if batch is _END and not self._batch:
                     raise DataError(
                         f"cannot train: the {type(self._loader).__name__} yields no batch in epoch {epoch}, expected "

@@ -45,6 +45,7 @@ from fsdp2_strategy.model.buffers import is_statistic
 from fsdp2_strategy.optim.schedule import BACKBONE_FREEZE
 from fsdp2_strategy.sharding.blocks import Classes, class_names_of
 from fsdp2_strategy.sharding.explain import explain
+from fsdp2_strategy.tracking.step_log import Output, is_terminal
 from fsdp2_strategy.training import TrainingStrategy
 
 _CHECKPOINTS = "checkpoints"  # the subfolder of a run's directory that contains its checkpoints
@@ -101,7 +102,7 @@ class VLAFSDPStrategy(VLASettings, TrainingStrategy):
             ("batch_size", self.per_device_batch_size),
             ("gradient_accumulation_steps", self.grad_accumulation_steps),
         ):
-            if self.layout is not None and getattr(self.layout, name) != value:
+            if self.layout is not None and getattr(self.layout, name) not in (None, value):
                 raise ConfigError(
                     f"cannot configure: {name} of layout is {getattr(self.layout, name)}, expected {value}, as this "
                     f"strategy trains. Pass LeRobotLayout({name}={value})."
@@ -297,7 +298,7 @@ class VLAFSDPStrategy(VLASettings, TrainingStrategy):
                 self._steps_of(dataloader),
                 unit="step",
                 done=self.global_step(self.vla),
-                is_shown=process_group.is_rank_0(),
+                is_shown=process_group.is_rank_0() and is_terminal() and self.config.logs_steps,
             ) as progress,
         ):
             loop = Loop(
@@ -314,6 +315,14 @@ class VLAFSDPStrategy(VLASettings, TrainingStrategy):
             self.wait_for_checkpoint()
             self._interrupted = not finished
         return finished
+
+    def _step_output(self) -> Output:
+        """On a terminal, the bar of `run_training` has the numbers."""
+        return "none" if is_terminal() else "lines"
+
+    def step_text(self) -> str:
+        """Return the numbers of the steps since the last call, at most once a second; "" between; not collective."""
+        return self._state_of(self.vla).meter.take_text()
 
     def forward_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of the model's forward for a batch; not collective; override it for other models.

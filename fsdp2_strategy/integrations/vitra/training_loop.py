@@ -22,6 +22,7 @@ from fsdp2_strategy.integrations.vitra.metrics import VLAMetrics
 from fsdp2_strategy.integrations.vitra.parameter_groups import GROUPS
 from fsdp2_strategy.optim.step import StepResult
 from fsdp2_strategy.optim.zero_grad import discard_gradients
+from fsdp2_strategy.tracking.step_log import is_terminal
 
 if TYPE_CHECKING:
     from fsdp2_strategy.integrations.vitra.strategy import VLAFSDPStrategy
@@ -47,6 +48,8 @@ class Loop:
     save_full_model: bool
     _unsaved: bool = False
     """Whether steps were taken since the last checkpoint."""
+    _numbers: str = ""
+    """The numbers of the last steps, for the bar."""
 
     def run(self) -> bool:
         """Train, and return True at the end of the run, or False if SIGTERM stopped it before its end."""
@@ -98,6 +101,9 @@ class Loop:
         )
         with all_or_none("track metrics", StepError):
             status = self.metrics.push()
+        if is_terminal():
+            self._numbers = self.strategy.step_text() or self._numbers
+            status = f"{status} - {self._numbers}" if self._numbers else status
         self.progress.describe(status)
         self.progress.update()
 

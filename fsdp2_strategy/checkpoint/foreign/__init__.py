@@ -1,0 +1,1 @@
+"""Recognise, read, load and export the checkpoints of other systems."""

@@ -1,0 +1,121 @@
+"""Read pickles of other systems, also those with classes that are not installed here.
+
+Input: a file of ``torch.save`` that the user trusts. Output: its content. A file without objects of other classes is
+read with ``weights_only=True``. In other files, objects of classes that cannot be imported, such as the dataclass of
+another trainer, become `UnknownObject`s with their attributes; and the parts of a ``ShardedTensor``, which torch only
+reads on as many ranks as wrote it, become `PickledShards`.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from fsdp2_strategy.errors import CheckpointError
+
+_SHARDED_TENSOR = ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor")
+
+
+class UnknownObject:
+    """An object of a class that cannot be imported; its attributes are those that were pickled."""
+
+    def __init__(self, *_arguments: Any, **_named: Any) -> None:
+        """Accept the arguments of any constructor."""
+
+    def __setstate__(self, state: Any) -> None:
+        """Keep the pickled attributes."""
+        parts = state if isinstance(state, tuple) else (state,)
+        for part in parts:
+            if isinstance(part, Mapping):
+                vars(self).update(part)
+
+
+class PickledShards:
+    """A rank's part of a ``ShardedTensor``: each shard has ``tensor`` and ``metadata``, with offsets and sizes."""
+
+    ProcessGroupState = UnknownObject
+    """The nested class of ``ShardedTensor`` with the ranks that wrote it."""
+
+    shards: list[Any]
+    shape: tuple[int, ...]
+
+    def __init__(self, *_arguments: Any, **_named: Any) -> None:
+        """Accept the arguments of ``ShardedTensor``; the state follows."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        """Keep the shards and the full shape."""
+        self.shards, metadata = state[0], state[1]
+        self.shape = tuple(metadata.size)
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == _SHARDED_TENSOR:
+            return PickledShards
+        try:
+            found = super().find_class(module, name)
+        except (ImportError, AttributeError):
+            return UnknownObject
+        return _rebuilding_shards(found) if name.startswith("_rebuild_from_type") else found
+
+
+def _rebuilding_shards(rebuild: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the function by which torch unpickles its subclasses of tensors: `PickledShards` is none."""
+
+    def rebuilt(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
+        if kind is not PickledShards:
+            return rebuild(function, kind, arguments, state)
+        shards = PickledShards()
+        shards.__setstate__(state)
+        return shards
+
+    return rebuilt
+
+
+_PICKLE = types.ModuleType("pickle_with_unknown_classes")
+vars(_PICKLE).update(vars(pickle))
+vars(_PICKLE)["Unpickler"] = _Unpickler
+
+
+def unpickle(file: Path | IO[bytes]) -> Any:
+    """Return the content of a file of ``torch.save``; tensors of a path are memory-mapped where its format allows."""
+    mmap: dict[str, bool] = {"mmap": True} if isinstance(file, Path) else {}
+    with warnings.catch_warnings(), _without_mesh_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
+        try:
+            return _load(file, weights_only=True, **mmap)
+        except (pickle.UnpicklingError, RuntimeError):
+            pass  # it has other classes, or a format that cannot be mapped
+        for options in [mmap, {}] if mmap else [{}]:
+            try:
+                return _load(file, weights_only=False, pickle_module=_PICKLE, **options)
+            except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+                last = error
+    raise CheckpointError(f"cannot read {file}: {last}. Expected a file that torch.save wrote.") from last
+
+
+@contextmanager
+def _without_mesh_warnings() -> Iterator[None]:
+    """Silence what torch logs for each DTensor that is read without the process groups that wrote it."""
+    logger = logging.getLogger("torch.distributed.device_mesh")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _load(file: Path | IO[bytes], **options: Any) -> Any:
+    if not isinstance(file, Path):
+        file.seek(0)
+    return torch.load(file, map_location="cpu", **options)

@@ -1,0 +1,91 @@
+"""Print the content of another system's checkpoint, for the command ``inspect``.
+
+Input: a path. Output: kind, step, size and the command that converts it; and, where its pickles may be read, tensors,
+parameters, bytes by dtype and parts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import math
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fsdp2_strategy.checkpoint.foreign.contents import Contents, read_contents
+from fsdp2_strategy.checkpoint.foreign.recognise import newest_in
+from fsdp2_strategy.checkpoint.foreign.tensors import StoredTensor
+from fsdp2_strategy.checkpoint.listing import checkpoints_with_manifest, is_checkpoint
+from fsdp2_strategy.cli.foreign import facts_of, newest_foreign
+from fsdp2_strategy.cli.output import Output, line_of
+from fsdp2_strategy.errors import counted, dtype_text, size_text, some
+
+
+def is_of_another_system(path: Path) -> bool:
+    """Return whether a path has a checkpoint of another system, and none of this package."""
+    return not is_checkpoint(path) and not checkpoints_with_manifest(path) and newest_in(path) is not None
+
+
+def inspect_foreign(parsed: argparse.Namespace, output: Output) -> int:
+    """Print what names, sizes and JSON tell about a checkpoint, and its content if that may be read; return 0."""
+    foreign = newest_foreign(parsed.path, parsed.tag, "inspect", trust=True)  # no pickle is read without --trust
+    facts = facts_of(foreign)
+    contents = read_contents(foreign) if parsed.trust or not foreign.needs_trust else None
+    tensors = _tensors(contents) if contents is not None else {}
+    if contents is not None:
+        facts |= {"step": contents.step} | _count(tensors)
+        facts["parts"], facts["not_converted"] = contents.describe(), list(contents.others)
+        listed = {part: list(map(_described, own.items())) for part, own in tensors.items()}
+        output.values.append(facts | {"tensors": listed})
+    else:
+        output.values.append(facts)
+    output.line(facts["path"])
+    output.line(line_of("written by", f"another system: {facts['written_by']}"))
+    step = "unknown" if facts["step"] is None else facts["step"]
+    output.line(line_of("step", f"{step}, saved {facts['saved']}, {size_text(facts['bytes'])}"))
+    if contents is None:
+        output.line(line_of("content", "in pickles, which can run any code: pass --trust to read them"))
+    else:
+        in_dtypes = ", ".join(f"{size_text(size)} {dtype}" for dtype, size in facts["bytes_by_dtype"].items())
+        parameters, count = counted(facts["parameters"], "parameter"), counted(facts["tensor_count"], "tensor")
+        output.line(line_of("content", f"{parameters} in {count}: {in_dtypes}"))
+        output.line(line_of("parts", facts["parts"]))
+        if contents.others:
+            output.line(line_of("not convertible", some(contents.others, "entry")))
+    output.line(line_of("convert it with", facts["convert"]))
+    for part, own in tensors.items() if parsed.tensors is not None else ():
+        chosen = {name: tensor for name, tensor in own.items() if fnmatch.fnmatchcase(name, parsed.tensors)}
+        output.line(f"\n{part}: {counted(len(chosen), 'tensor')}")
+        for name, tensor in chosen.items():
+            output.line(f"  {name}  {dtype_text(tensor.dtype)}  {list(tensor.shape)}")
+    return 0
+
+
+def _tensors(contents: Contents) -> dict[str, dict[str, StoredTensor]]:
+    found = {"model": contents.weights}
+    if contents.optimizer is not None:
+        found["optimizer"] = {
+            f"state.{name}.{key}": value
+            for name, of_name in contents.optimizer.state.items()
+            for key, value in of_name.items()
+            if isinstance(value, StoredTensor)
+        }
+    return found
+
+
+def _count(tensors: Mapping[str, Mapping[str, StoredTensor]]) -> dict[str, Any]:
+    nbytes: Counter[str] = Counter()
+    for tensor in (each for own in tensors.values() for each in own.values()):
+        nbytes[dtype_text(tensor.dtype)] += math.prod(tensor.shape) * tensor.dtype.itemsize
+    return {
+        "tensor_count": sum(map(len, tensors.values())),
+        "parameters": sum(math.prod(tensor.shape) for tensor in tensors["model"].values()),
+        "bytes_by_dtype": dict(nbytes.most_common()),
+    }
+
+
+def _described(item: tuple[str, StoredTensor]) -> dict[str, Any]:
+    name, tensor = item
+    return {"name": name, "dtype": dtype_text(tensor.dtype), "shape": list(tensor.shape)}
