@@ -693,7 +693,7 @@ def _check_unreadable(load_dir: Path, committed: Sequence[Checkpoint], *, fallba
 def _is_foreign(path: Path) -> bool:
     """Return whether a directory without a manifest is the checkpoint of another system, with more than weights."""
     found = newest_in(path)
-    return found is not None and not found.is_hugging_face
+    return found is not None and found.needs_trust
 
 
 def _other_tags(paths: Sequence[Path]) -> list[str]:

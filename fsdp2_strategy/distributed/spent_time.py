@@ -103,7 +103,7 @@ def read_device_waits() -> None:
     """Add the waits that have ended to `other_ranks`; does not wait for the accelerator."""
     unfinished = []
     for before, after in _pairs:
-        if after.query():
+        if before.query() and after.query():
             other_ranks.seconds += before.elapsed_time(after) / 1000
             _spare.extend((before, after))
         else:
