@@ -657,7 +657,11 @@ def _committed(load_dir: Path, tag: str | None, *, fallback: bool) -> list[Path]
         tag = target if target in tags else tag
     if tag in tags:
         committed = committed[tags.index(tag) :]
-    elif tag is not None and newest_in(load_dir / tag):
+    elif (
+        tag is not None
+        and newest_in(load_dir / tag)
+        and (_is_foreign(load_dir / tag) or load_dir / tag not in without_manifest(load_dir))
+    ):
         return []
     elif tag is not None:
         path = load_dir / tag
