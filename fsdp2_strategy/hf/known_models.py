@@ -93,7 +93,7 @@ def _differences(model: nn.Module, recipe: Recipe) -> list[str]:
         if region is not None and tuple(region.shape) != tuple(tensor.shape):
             found.append(f"{name} has shape {list(region.shape)}, and {list(tensor.shape)} by the configuration")
         elif region is None and not (recipe.may_be_missing and recipe.may_be_missing.search(name)):
-            found.append(f"there is no {name}")
+            found.append(f"{name} is missing")
     return found + [f"{type(model).__name__} has no {name}" for name in recipe.unexpected]
 
 

@@ -177,7 +177,8 @@ def _dcp_tree(folder: Path) -> Tree:
         metadata = FileSystemReader(folder).read_metadata()
     except Exception as error:
         raise CheckpointError(
-            f"cannot read {folder / '.metadata'}: {error}. Expected the index that torch.distributed.checkpoint wrote."
+            f"cannot read {folder / '.metadata'}: {error}. Expected the index that torch.distributed.checkpoint "
+            "wrote. Copy the folder again."
         ) from error
     entries = metadata.state_dict_metadata
     planned = metadata.planner_data or {}
