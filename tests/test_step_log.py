@@ -365,6 +365,29 @@ def test_the_log_makes_no_further_collective():
     assert counts[0] == counts[1] == counts[2]
 
 
+@pytest.mark.ranks(2)
+def test_a_step_that_raises_on_one_rank_leaves_the_ranks_with_equal_exchanges():
+    strategy = FSDPV2Strategy(config=StrategyConfig(bf16=False))
+    model = strategy.prepare_model(build("llama"), is_training=True)
+    optimizer = strategy.create_optimizer(model, lr=1e-3)
+
+    def step(number):
+        strategy.backward(loss_of("llama", model, batch_of("llama", number, dist.get_rank())), model, optimizer)
+        return strategy.optimizer_step(optimizer, model)
+
+    with patch.object(optimizer, "step", side_effect=MemoryError if dist.get_rank() else None):
+        if dist.get_rank():
+            with pytest.raises(MemoryError):
+                step(0)
+        else:
+            step(0)
+    meter = strategy._state_of(model).meter
+    lengths = [None, None]
+    dist.all_gather_object(lengths, len(meter.numbers()))
+    assert lengths[0] == lengths[1], lengths
+    strategy.close()
+
+
 @pytest.mark.parametrize(
     ("busy", "expected"),
     [

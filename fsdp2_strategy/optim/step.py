@@ -557,6 +557,8 @@ def _reduce(
         squares, (changed, deferred, *others) = _sum_over_ranks(
             _gradients(parameters), is_changed, has_deferred_error(), *compared, *buffers, *sums, *used, *measured
         )
+        if own.measurements is not None:  # first: what follows may fail on one rank
+            own.measurements.receive(others[len(others) - len(measured) :])
         if deferred:
             raise_deferred_error()
         rest = iter(others)
@@ -568,8 +570,6 @@ def _reduce(
         is_shared = data_size() == 1 or ranks_per_layer(root) == ranks
         has_equal_losses = not is_shared and own.sums.are_losses_equal(of_batches, ranks)
         remove_unused_gradients(parameters, root, [*islice(rest, len(used))], ranks)
-        if own.measurements is not None:
-            own.measurements.receive([*rest])
     check_later(later)
     return ReducedStep(
         norm=math.sqrt(squares) / (own.loss_scale * divisor),

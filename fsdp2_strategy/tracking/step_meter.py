@@ -207,11 +207,16 @@ class StepMeter:
         return numbers
 
     def receive(self, sums: Sequence[float]) -> None:
-        """Take the sums; `finish` uses those of the last call."""
+        """Take the sums; `finish` uses those of the last call.
+
+        What the ranks send next time is decided here, by sums that all have, and not in `finish`, which a rank whose
+        step raises does not reach.
+        """
         spent_time.read_device_waits()
         self._now, self._waited_now = clock(), spent_time.other_ranks.seconds
         self._sums = dict(zip(_SUMMED, sums, strict=False))
         self._of_ranks = [*sums[len(_SUMMED) :]]
+        self._exchanges = bool(self._sums["requests"])
 
     def _must_request(self, now: float) -> bool:
         if self._every_steps is not None:
@@ -237,7 +242,7 @@ class StepMeter:
         if not self._sums:
             return result
         sums, count, is_first = self._sums, self._count, self._received is None
-        has_exchanged, self._exchanges = bool(self._of_ranks), bool(sums["requests"])
+        has_exchanged = bool(self._of_ranks)
         if has_exchanged:
             self._take_exchange()
         seconds = None if is_first else sums["seconds"]
