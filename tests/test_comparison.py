@@ -60,6 +60,35 @@ def test_both_programs_have_the_same_losses_and_weights_also_after_a_resume(tmp_
     for program, checkpoints, losses in zip(PROGRAMS, ("plain_ckpts", "ckpts"), (plain, ours), strict=True):
         forget(checkpoints)
         assert train(program) == losses[20:], program.name
+    forget("plain_ckpts")
+    assert continue_plain() == pytest.approx(plain[20:], rel=1e-6)
+
+
+def continue_plain():
+    """Continue the checkpoint of the plain program at step 20, and return the losses; other settings are replaced."""
+    import torch
+    import torch.distributed as dist
+    from transformers import LlamaForCausalLM
+
+    from fsdp2_strategy import FSDPV2Strategy
+
+    names = {"__name__": "program"}
+    exec(compile(PROGRAMS[0].read_text(), PROGRAMS[0].name, "exec"), names)
+    losses = []
+    with FSDPV2Strategy(max_norm=1.0, bf16=True, gradient_accumulation_steps=names["MICRO_BATCHES"]) as strategy:
+        model = strategy.prepare_model(LlamaForCausalLM(names["CONFIG"]), is_training=True)
+        optimizer = strategy.create_optimizer(model, lr=0.5, weight_decay=0.5, no_decay=())
+        scheduler = strategy.create_scheduler(optimizer, "cosine", num_warmup_steps=4, num_training_steps=40)
+        path, client_state = strategy.load_ckpt(model, "plain_ckpts", trust=True)
+        assert Path(path).name == "step000020" and strategy.global_step(model) == 20
+        for micro_batch in range(client_state["run"]["batches"], names["STEPS"] * names["MICRO_BATCHES"]):
+            size = names["BATCH"] // dist.get_world_size()
+            first = names["BATCH"] * micro_batch + size * dist.get_rank()
+            ids = torch.stack([names["TOKENS"][i % len(names["TOKENS"])] for i in range(first, first + size)])
+            strategy.backward(model(input_ids=ids, labels=ids).loss, model, optimizer)
+            result = strategy.optimizer_step(optimizer, model, scheduler)
+            losses += [result.loss] if result.stepped else []
+    return losses
 
 
 def lines_of(program):

@@ -53,7 +53,7 @@ def inspect_foreign(parsed: argparse.Namespace, output: Output) -> int:
         output.line(line_of("content", f"{parameters} in {count}: {in_dtypes}"))
         output.line(line_of("parts", facts["parts"]))
         if contents.others:
-            output.line(line_of("not convertible", some(contents.others, "entry")))
+            output.line(line_of("not convertible", some(contents.others, "value")))
     output.line(line_of("convert it with", facts["convert"]))
     for part, own in tensors.items() if parsed.tensors is not None else ():
         chosen = {name: tensor for name, tensor in own.items() if fnmatch.fnmatchcase(name, parsed.tensors)}

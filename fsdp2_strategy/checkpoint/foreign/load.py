@@ -116,7 +116,7 @@ def load_foreign(
                     scheduler, contents.schedule, contents.position, has_new_rates=restored is not None
                 )
     if contents.others:
-        log("%s also has %s, which are not loaded", path, some(contents.others, "entry"))
+        log("%s also has %s, which are not loaded", path, some(contents.others, "value"))
     log("loaded %s, %s: %s", path, foreign.kind, contents.describe())
     return LoadedCheckpoint(path=path, step=contents.step, client_state=contents.client_state, **report)
 
