@@ -113,7 +113,7 @@ def test_ls_and_inspect_name_the_kind_the_step_and_the_command(written, capsys):
     out = capsys.readouterr().out
     assert "content          21,664 parameters in 84 tensors: 260 kB float32" in out
     assert "  model.norm.weight  float32  [32]" in out and "embed_tokens" not in out
-    assert "not convertible  1 entry (dataloader.dp_rank_0)" in out
+    assert "not convertible  1 value (dataloader.dp_rank_0)" in out
     assert main(["inspect", "--trust", "--json", str(written / "verl")]) == 0
     [facts] = json.loads(capsys.readouterr().out)
     assert (facts["written_by"], facts["step"], facts["parameters"]) == ("a checkpoint of verl", 3, 21664)

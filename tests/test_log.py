@@ -109,7 +109,7 @@ def test_off_a_terminal_progress_is_a_line_in_the_log_now_and_then(monkeypatch, 
     with caplog.at_level(logging.INFO, logger="fsdp2_strategy"):
         counted = progress.Progress("training", None, unit="step", done=10)
         hidden = progress.Progress("hidden", 10, is_shown=False)
-        monkeypatch.setattr(progress, "_is_terminal", lambda: True)
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
         on_terminal = progress.Progress("bar", 10)
         now[0] += 50.0
         counted.describe("epoch 2")

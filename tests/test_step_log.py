@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from unittest.mock import patch
 
@@ -304,7 +305,7 @@ def test_several_models_have_lines_of_their_own():
 
 @pytest.mark.ranks(2)
 def test_a_terminal_has_a_bar_and_no_lines():
-    with patch.object(step_log, "is_terminal", lambda: True), patch.object(step_log, "tqdm") as bar, Lines() as log:
+    with patch.object(sys.stderr, "isatty", lambda: True), patch.object(step_log, "tqdm") as bar, Lines() as log:
         strategy, _, _ = trained(steps=2, num_training_steps=9)
         strategy.close()
     assert log.of_steps() == []

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -221,9 +222,7 @@ def run(run_dir, loader, *, stop_after=None, seed=0, save_interval=2, **options)
 def test_the_loop_shows_its_steps_once(tmp_path, on_terminal):
     shown = []
     with contextlib.ExitStack() as patches, Lines() as log:
-        for module in ("strategy", "training_loop"):
-            name = f"fsdp2_strategy.integrations.vitra.{module}.is_terminal"
-            patches.enter_context(patch(name, lambda: on_terminal))
+        patches.enter_context(patch.object(sys.stderr, "isatty", lambda: on_terminal))
         patches.enter_context(patch("fsdp2_strategy.tracking.step_meter.SECONDS_OF_BAR", 0.0))
         patches.enter_context(patch.object(Progress, "describe", lambda _, status: shown.append(status)))
         config = StrategyConfig(log_every_steps=2)
@@ -336,7 +335,7 @@ def test_the_bar_counts_optimizer_steps_from_where_the_run_goes_on(tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fsdp2_strategy.distributed.progress.tqdm", Bar)
-        patch.setattr("fsdp2_strategy.distributed.progress._is_terminal", lambda: True)
+        patch.setattr(sys.stderr, "isatty", lambda: True)
         for stop_after in (3, None):
             run(tmp_path, "resumable", stop_after=stop_after, per_device_batch_size=2)
     bars = [(bar, options) for bar, options in bars if options["unit"] == "step"]

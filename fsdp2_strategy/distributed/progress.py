@@ -26,7 +26,7 @@ class Progress:
     def __init__(self, what: str, total: int | None, *, unit: str = "B", done: int = 0, is_shown: bool = True) -> None:
         self._what, self._total, self._unit = what, total, unit
         self._done = self._done_before = done
-        self._logs = is_shown and not _is_terminal()
+        self._logs = is_shown and not is_terminal()
         self._begin = self._last_line = time.monotonic()
         self._lock = threading.Lock()
         self._bar: tqdm[Any] = tqdm(
@@ -75,5 +75,6 @@ class Progress:
         return f"{self._what}: {done}{part}, {per_second}"
 
 
-def _is_terminal() -> bool:
+def is_terminal() -> bool:
+    """Return whether standard error is a terminal."""
     return sys.stderr.isatty()

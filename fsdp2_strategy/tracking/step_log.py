@@ -5,13 +5,13 @@ Input: the `StepResult` of each step, on rank 0. Output: the log, or standard er
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from tqdm import tqdm
 
 from fsdp2_strategy.distributed.log import logger
+from fsdp2_strategy.distributed.progress import is_terminal
 from fsdp2_strategy.errors import size_text
 from fsdp2_strategy.optim.step import StepResult
 
@@ -162,11 +162,6 @@ class StepLog:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-
-
-def is_terminal() -> bool:
-    """Return whether standard error is a terminal."""
-    return sys.stderr.isatty()
 
 
 def _sum(total: Any, value: Any) -> Any:

@@ -32,7 +32,7 @@ from fsdp2_strategy.distributed.agreement import from_rank_0
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.preemption import Preemption
-from fsdp2_strategy.distributed.progress import Progress
+from fsdp2_strategy.distributed.progress import Progress, is_terminal
 from fsdp2_strategy.errors import ConfigError
 from fsdp2_strategy.integrations.vitra.epochs import Epochs, kind_of
 from fsdp2_strategy.integrations.vitra.metrics import VLAMetrics
@@ -45,7 +45,7 @@ from fsdp2_strategy.model.buffers import is_statistic
 from fsdp2_strategy.optim.schedule import BACKBONE_FREEZE
 from fsdp2_strategy.sharding.blocks import Classes, class_names_of
 from fsdp2_strategy.sharding.explain import explain
-from fsdp2_strategy.tracking.step_log import Output, is_terminal
+from fsdp2_strategy.tracking.step_log import Output
 from fsdp2_strategy.training import TrainingStrategy
 
 _CHECKPOINTS = "checkpoints"  # the subfolder of a run's directory that contains its checkpoints

@@ -15,14 +15,13 @@ import torch
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.preemption import Preemption
-from fsdp2_strategy.distributed.progress import Progress
+from fsdp2_strategy.distributed.progress import Progress, is_terminal
 from fsdp2_strategy.errors import StepError, counted
 from fsdp2_strategy.integrations.vitra.epochs import Epochs
 from fsdp2_strategy.integrations.vitra.metrics import VLAMetrics
 from fsdp2_strategy.integrations.vitra.parameter_groups import GROUPS
 from fsdp2_strategy.optim.step import StepResult
 from fsdp2_strategy.optim.zero_grad import discard_gradients
-from fsdp2_strategy.tracking.step_log import is_terminal
 
 if TYPE_CHECKING:
     from fsdp2_strategy.integrations.vitra.strategy import VLAFSDPStrategy
