@@ -135,10 +135,10 @@ def train_on_answers(
     """Train a model on answers of which the share ``accuracy`` is right; collective."""
     for step in range(steps):
         batch = draw_answered_problems(strategy, step, accuracy)
-        tokens = strategy.all_reduce(int(batch["answer_mask"].sum()), "sum")
         for part in split(batch, strategy.config.micro_train_batch_size):
-            loss = -log_probs_of(model, part)[part["answer_mask"]].sum()
-            strategy.backward(loss, model, optimizer, num_items_in_batch=tokens)
+            mask = part["answer_mask"]
+            loss = -log_probs_of(model, part)[mask].sum()
+            strategy.backward(loss, model, optimizer, num_items=int(mask.sum()))
             strategy.optimizer_step(optimizer, model, scheduler)
 
 

@@ -193,7 +193,6 @@ def update(
     """Take the optimizer steps of one rollout; all tokens of all answers of all ranks have the same weight."""
     task, sums, differences, result = task_of(args), torch.zeros(3, dtype=torch.float64), [], None
     for mini_batch in split(batch, args.train_batch_size // strategy.dp_size):
-        tokens = strategy.all_reduce(int(mini_batch["answer_mask"].sum()), "sum")
         for micro_batch in split(mini_batch, args.micro_train_batch_size):
             inputs = importance_inputs(
                 task.log_probs_of(actor, micro_batch),
@@ -203,7 +202,7 @@ def update(
                 cap=args.importance_cap,
             )
             loss, kl = grpo_loss(inputs, micro_batch, args.eps_clip, args.init_kl_coef)
-            strategy.backward(loss, actor, optimizer, num_items_in_batch=tokens)
+            strategy.backward(loss, actor, optimizer, num_items=int(micro_batch["answer_mask"].sum()))
             result = strategy.optimizer_step(optimizer, actor, scheduler, name="actor")
             sums += sums.new_tensor([loss.item(), kl.item(), inputs.mask.sum().item()])
             differences.append(inputs.differences)

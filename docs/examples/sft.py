@@ -209,11 +209,9 @@ def train(args: argparse.Namespace, config: StrategyConfig, training: Training) 
             for batch in itertools.chain.from_iterable(itertools.repeat(loader)):  # all epochs
                 if strategy.global_step(model) >= steps:
                     break
-                # The tokens that all ranks learn in this step, counted once for ranks that share layers.
-                tokens = strategy.all_reduce(learned_tokens(batch), "sum")
                 for part in micro_batches(batch, config.micro_train_batch_size):
-                    inputs = batch_of(part, strategy.device)
-                    strategy.backward(loss_of(model, inputs), model, optimizer, num_items_in_batch=tokens)
+                    loss = loss_of(model, batch_of(part, strategy.device))
+                    strategy.backward(loss, model, optimizer, num_items=learned_tokens(part))
                     result = strategy.optimizer_step(optimizer, model, scheduler)
                 measured = {}
                 if result.stepped and (result.step % training.eval_every == 0 or result.step == steps):
