@@ -97,6 +97,31 @@ def test_a_run_that_ends_early_writes_the_steps_that_it_took(tmp_path):
     assert ranges["save_ckpt"] == 1 and ranges["optimizer_step"] == 2
 
 
+@pytest.mark.full
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("loop", ["Trainer", "VITRA"])
+def test_loops_of_others_write_a_trace_of_the_steps(tmp_path, loop):
+    folder = tmp_path / "traces"
+    options = {"profile": "2-3", "profile_dir": folder, "log_every_seconds": 0}
+    if loop == "VITRA":
+        from test_vla_training import run
+
+        strategy, _ = run(tmp_path, "resumable", save_interval=None, config=StrategyConfig(**options))
+        strategy.close()
+    else:
+        from helpers.trainers import launched, trainer_of, write_model
+
+        from fsdp2_strategy.integrations.trl import with_fsdp2
+
+        with launched():
+            model = write_model(tmp_path / "model")
+            trainer_of("plain", lambda cls: with_fsdp2(cls, **options), model, tmp_path, max_steps=4).train()
+    assert names_in(folder) == [f"steps_2-3_rank{rank}.pt.trace.json.gz" for rank in range(2)]
+    ranges = ranges_of(folder / f"steps_2-3_rank{dist.get_rank()}.pt.trace.json.gz")
+    assert [ranges.get(f"optimizer step {step}", 0) for step in range(1, 5)] == [0, 1, 1, 0]
+    assert ranges["backward"] > 0
+
+
 SCRIPT = """
 import sys
 sys.path.insert(0, {tests!r})
