@@ -104,6 +104,7 @@ class RankPool:
             given = (theirs, len(self.workers), self.folder, self.is_simulated, self.compares_collectives)
             process = processes.Process(target=_serve, args=given, daemon=True)
             process.start()
+            theirs.close()  # so that the death of this rank ends the connection
             self.workers.append(Worker(process, ours))
         if world_size != self.group_size:
             self.groups, self.group_size = self.groups + 1, world_size
@@ -135,7 +136,8 @@ class RankPool:
                     text, records[rank] = pipe.recv()
                 except (EOFError, OSError):
                     self.workers[rank].process.join(5)
-                    text = f"the process died with exit code {self.workers[rank].process.exitcode}"
+                    text = f"the process died with exit code {self.workers[rank].process.exitcode}\n"
+                    text += self._path("crash", rank).read_text()
                 if text:
                     failures[rank] = text
                     deadline = min(deadline, time.monotonic() + 5)
@@ -150,7 +152,11 @@ class RankPool:
             with suppress(OSError):
                 os.kill(each, signal.SIGUSR1)
                 time.sleep(0.5)  # one after the other, into one file
-        return (self.folder / f"stacks{rank}").read_text()
+        return self._path("stacks", rank).read_text()
+
+    def _path(self, kind: str, rank: int) -> Path:
+        """Return the file of a rank's stacks, when it was asked for them or when it crashed."""
+        return self.folder / f"{kind}{rank}"
 
     def close(self) -> None:
         """End all ranks; the next job starts new ones."""
@@ -168,14 +174,15 @@ def _children_of(pid: int) -> list[int]:
 
 def _serve(pipe: Connection, rank: int, folder: Path, is_simulated: bool, compares_collectives: bool) -> None:
     """Be a rank: run jobs until the pipe closes."""
-    faulthandler.enable()
-    stacks = (folder / f"stacks{rank}").open("w")
+    crash, stacks = (folder / f"crash{rank}").open("w"), (folder / f"stacks{rank}").open("w")
+    faulthandler.enable(crash)
     faulthandler.register(signal.SIGUSR1, stacks)
     sys.path.insert(0, str(Path(__file__).parents[1]))
     import torch
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
+    torch._C._set_print_stack_traces_on_fatal_signal(True)  # stacks of threads without Python: on standard error
     torch.set_num_threads(1)
     _choose_device(rank, is_simulated)
     if compares_collectives:
