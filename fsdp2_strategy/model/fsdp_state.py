@@ -51,9 +51,24 @@ def parameters_outside_units(model: nn.Module) -> Iterator[nn.Parameter]:
 
 def parameter_groups(model: nn.Module) -> Iterator[Any]:
     """Yield the ``FSDPParamGroup`` of each unit that has parameters; not collective."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            yield from param_groups_of(fsdp_state_of(module))
+    for unit in _units_of(model):
+        yield from param_groups_of(fsdp_state_of(unit))
+
+
+def _units_of(model: nn.Module) -> list[Any]:
+    """Return the units in the order of ``model.modules()``, which calls itself for each module: in every step."""
+    units: list[Any] = []
+    known: set[nn.Module] = set()
+    remaining: list[nn.Module | None] = [model]
+    while remaining:
+        module = remaining.pop()
+        if module is not None and module not in known:
+            known.add(module)
+            if isinstance(module, FSDPModule):
+                units.append(module)
+            if children := module._modules:
+                remaining.extend(reversed(children.values()))
+    return units
 
 
 def reshard(model: nn.Module) -> None:
@@ -63,11 +78,10 @@ def reshard(model: nn.Module) -> None:
     would find unsharded parameters, and the next forward pass would use old values. Units that were prefetched but did
     not run are resharded, too.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-            for param_group in param_groups_of(fsdp_state_of(module)):
-                drop_gather_in_flight(param_group)
+    for unit in _units_of(model):
+        unit.reshard()
+        for param_group in param_groups_of(fsdp_state_of(unit)):
+            drop_gather_in_flight(param_group)
 
 
 def reshard_without_backward(unit: nn.Module, *_: object) -> None:
@@ -84,10 +98,9 @@ def reset_units(model: nn.Module) -> None:
     """
     for param_group in parameter_groups(model):
         reset_param_group(param_group)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            mark_idle(fsdp_state_of(module))
-            forget_pass(fsdp_state_of(module))
+    for unit in _units_of(model):
+        mark_idle(fsdp_state_of(unit))
+        forget_pass(fsdp_state_of(unit))
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -503,7 +504,6 @@ def _take_step(
     check_resident(root, "step")
     check_resident(optimizer, "step")
     check_dtypes(root)
-    reshard(root)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if own.reduced is not None and max_norm == 0.0:
         check_own_weights(root, "step", StepError)  # `_reduce` raises it on every rank
@@ -618,10 +618,18 @@ def _raise_on_direct_step(optimizer: Optimizer, *_: object) -> None:
 def _sum_over_ranks(grads: list[torch.Tensor], *values: float | torch.Tensor) -> tuple[float, list[float]]:
     """Return the sums of squared gradients and of values over ranks: one all-reduce, one host synchronisation."""
     grouped: dict[tuple[torch.device, torch.dtype, int], list[torch.Tensor]] = defaultdict(list)
+    ranks = world_size()
+    copies_of: dict[tuple[int, tuple[Any, ...]], int] = {}
     for grad in grads:
+        copies = ranks
+        if isinstance(grad, DTensor):
+            mesh, placements = grad.device_mesh, grad.placements
+            if (known := copies_of.get((id(mesh), placements))) is None:
+                known = copies_of[id(mesh), placements] = _copies(mesh, placements, ranks)
+            copies = known
         local = local_of(grad)
-        grouped[local.device, local.dtype, _copies(grad)].append(local)
-    on_accelerator = any(grad.device.type != "cpu" for grad in grads)
+        grouped[local.device, local.dtype, copies].append(local)
+    on_accelerator = any(device.type != "cpu" for device, _, _ in grouped)
     device = current_device() if on_accelerator else control_device()
     log = current_log()
     units = [] if log is None else log.numbers()
@@ -646,10 +654,7 @@ def _sum_over_ranks(grads: list[torch.Tensor], *values: float | torch.Tensor) ->
     return of_gradients, sums[: len(values)]
 
 
-def _copies(grad: torch.Tensor) -> int:
-    """Return the number of ranks that hold the same values, this one included."""
-    if not isinstance(grad, DTensor):
-        return world_size()
-    mesh = grad.device_mesh
-    copies = math.prod(mesh.size(axis) for axis, placed in enumerate(grad.placements) if placed.is_replicate())
-    return copies * (world_size() // mesh.size())
+def _copies(mesh: DeviceMesh, placements: Sequence[Any], ranks: int) -> int:
+    """Return the number of ranks, of those in use, that hold the same values of a DTensor."""
+    copies = math.prod(mesh.size(axis) for axis, placement in enumerate(placements) if placement.is_replicate())
+    return copies * (ranks // mesh.size())

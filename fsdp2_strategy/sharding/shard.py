@@ -8,6 +8,7 @@ fully_shard, inner units first -> prefetch order -> entry points.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -73,7 +74,8 @@ _IS_FOR_TRAINING = Slot[bool]("sharded for training")
 _SETTINGS = Slot[StrategyConfig]("settings of a sharded model")
 _HALF = (torch.float16, torch.bfloat16)
 _HOOKS = Slot[BypassHooks]("hooks on passes")
-_DTYPES = Slot[dict[str, torch.dtype]]("dtypes of shards for training")
+_DTYPES = Slot[list[tuple[weakref.ref[nn.Module], str, str, torch.dtype]]]("dtypes of shards for training")
+"""For each parameter: its module, its name there and in the model, and its dtype."""
 
 
 @collective
@@ -282,7 +284,12 @@ def _read_directly(plan: ShardPlan, compiled: Collection[nn.Module]) -> dict[nn.
 def _finish(root: nn.Module, layers: TensorPlan | None, *, is_training: bool) -> None:
     """Store what later calls need to know of a model that is sharded, and add the hooks that check its passes."""
     if is_training:
-        model_state(root).set(_DTYPES, {name: parameter.dtype for name, parameter in root.named_parameters()})
+        dtypes = [
+            (weakref.ref(module), name, f"{prefix}.{name}".lstrip("."), parameter.dtype)
+            for prefix, module in root.named_modules()
+            for name, parameter in module.named_parameters(recurse=False)
+        ]
+        model_state(root).set(_DTYPES, dtypes)
     root.register_forward_hook(partial(after_forward, class_name(root)), always_call=True)
     watch_passes(root)
     register_wrapper(root)
@@ -327,15 +334,14 @@ def is_for_training(model: nn.Module) -> bool:
 def check_dtypes(model: nn.Module) -> None:
     """Free unsharded parameters, and raise if a shard no longer has the dtype that `shard_model` gave it."""
     root = unwrap_model(model)
-    dtypes = model_state(root).get(_DTYPES)
-    if dtypes is None:
-        return
     reshard(root)
-    for name, parameter in root.named_parameters():
-        if dtypes.get(name, parameter.dtype) != parameter.dtype:
+    for owner, own_name, name, dtype in model_state(root).get(_DTYPES) or ():
+        module = owner()
+        parameter = None if module is None else module._parameters.get(own_name)
+        if parameter is not None and parameter.dtype != dtype:
             raise ShardError(
                 f"cannot train {class_name(root)}: {name} is {parameter.dtype} since prepare_model, expected "
-                f"{dtypes[name]}. Do not cast the model after prepare_model: the compute dtype is a setting (bf16 "
+                f"{dtype}. Do not cast the model after prepare_model: the compute dtype is a setting (bf16 "
                 "or fp16)."
             )
 
