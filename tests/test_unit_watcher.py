@@ -33,7 +33,7 @@ class Log:
         return len(self.entries), self.call is not None
 
     def to_publish(self):
-        return PublishedLog(0, len(self.entries), 0, list(self.entries), {}, self.call)
+        return PublishedLog(0, len(self.entries), 0, list(self.entries), {}, self.call, None)
 
     def difference(self, logs):
         lengths = [len(log.entries) for log in logs.values()]

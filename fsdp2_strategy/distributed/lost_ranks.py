@@ -53,6 +53,8 @@ _OF_BACKEND = re.compile(r"[Gg]loo|NCCL|pair closure|Connection (closed|reset) b
 _NOTHING = contextlib.nullcontext()
 # The outermost call of this package that is running and that every rank must make.
 _call: ContextVar[str | None] = ContextVar("call", default=None)
+names_of_calls: set[str] = set()
+"""Names of all functions that `collective` has decorated."""
 
 
 @overload
@@ -71,6 +73,8 @@ def collective(function: Any = None, *, needs_groups: bool = True) -> Any:
     """
     if function is None:
         return functools.partial(collective, needs_groups=needs_groups)
+
+    names_of_calls.add(function.__name__)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -92,6 +96,11 @@ def collective(function: Any = None, *, needs_groups: bool = True) -> Any:
             _call.reset(token)
 
     return run
+
+
+def current_call() -> str | None:
+    """Return the name of the call, decorated by `collective`, that this thread is in; None if it is in none."""
+    return _call.get()
 
 
 def agreed_error(text: str) -> StepError:

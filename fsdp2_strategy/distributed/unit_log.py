@@ -34,7 +34,7 @@ import os
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -47,8 +47,10 @@ from fsdp2_strategy.distributed.equal_values import digest_numbers, is_equal
 from fsdp2_strategy.distributed.lost_ranks import (
     agreed_error,
     collective_in_progress,
+    current_call,
     disconnect,
     is_lost_rank,
+    names_of_calls,
     report_divergence,
     reported_divergence,
 )
@@ -94,6 +96,8 @@ class UnitLog:
         """Entries since the last comparison of digests."""
         self._count = 0
         """Number of entries so far."""
+        self._call: str | None = None
+        """The call of this package in which this rank has added its last entry, if it was in one."""
         self._is_inside = False
         """Whether this rank is in the collective of its last entry."""
         self._failed_at: int | None = None
@@ -136,7 +140,7 @@ class UnitLog:
     def begin(self, entry: int, length: int = 0) -> None:
         """Note that this rank begins a collective, which sums ``length`` numbers if it is an `all_reduce`."""
         check_groups("continue")
-        place = self._count
+        place, self._call = self._count, current_call()
         self._count += 1
         if len(self._entries) == _MOST_ENTRIES:
             self._entries = _Entries(self._entries.epoch + 1, [_hash(repr(list(self._entries)))])
@@ -150,7 +154,8 @@ class UnitLog:
             self._board.wait_for_all(self._failed_at, _SECONDS_AFTER_FAILURE)
             self._failed_at = None
         earlier = self._board.conflict
-        if not self._board.enter(place, entry, length, after=self._handled):
+        call = 0 if self._call is None else _hash_of_call(self._call)
+        if not self._board.enter(place, entry, length, call, after=self._handled):
             if self._handled < earlier <= place and is_asynchronous(self._group()):  # this rank is ahead of others
                 self._is_inside = False
                 self._raise_conflict(earlier - 1)
@@ -184,7 +189,7 @@ class UnitLog:
         failed = _failure_of(entry)
         self._entries.append(failed)
         if self._board is not None:
-            self._board.enter(self._count, failed, 0, after=self._handled)
+            self._board.enter(self._count, failed, 0, 0, after=self._handled)
             self._board.refuse(self._count)
             self._failed_at = self._count
         self._count += 1
@@ -219,7 +224,7 @@ class UnitLog:
         if begun is not None:
             self._is_inside = True  # the watcher ends this if a rank never comes
             if not self._help(*begun):
-                report_divergence(self._message(self._board.entries(place)))
+                report_divergence(self._message(self._board.entries(place), self._board.calls()))
                 disconnect()
             self._is_inside = False
         self._raise_conflict(place)
@@ -236,10 +241,10 @@ class UnitLog:
     def _raise_conflict(self, place: int) -> None:
         assert self._board is not None
         self._board.wait_for_all(place)
-        entries = self._board.entries(place)
+        entries, calls = self._board.entries(place), self._board.calls()
         self._handled = place + 1
         self._entries = _Entries(self._entries.epoch + 1)
-        raise self._error(self._message(entries))
+        raise self._error(self._message(entries, calls))
 
     def _error(self, text: str) -> StepError:
         """Return the error of ranks that run different units, after which groups of an accelerator are unusable."""
@@ -247,11 +252,26 @@ class UnitLog:
             mark_unusable(text.removeprefix("cannot continue: ").partition(", expected")[0])
         return agreed_error(text)
 
-    def _message(self, entries: list[int | None]) -> str:
-        def text(entry: int | None) -> str:
-            return "ran nothing further" if entry is None else self._texts.get(entry, "runs a unit of another model")
+    def _message(self, entries: list[int | None], calls: Sequence[str | None] = ()) -> str:
+        """Return the text of an error, by the entry of each rank, and the call of this package that each is in."""
+        are_calls = {*self._others.values(), self._actions["makes another collective call, or has failed"]}
+        calls = calls or [None] * len(entries)
 
-        each = ", ".join(f"rank {rank} {text(entry)}" for rank, entry in zip(self.ranks, entries, strict=True))
+        def text(entry: int | None, call: str | None) -> str:
+            if entry is None:
+                return "ran nothing further"
+            found = self._texts.get(entry, "runs a unit of another model")
+            return f"{found} in {call}" if call is not None and entry in are_calls else found
+
+        of_ranks = list(zip(self.ranks, entries, calls, strict=True))
+        each = ", ".join(f"rank {rank} {text(entry, call)}" for rank, entry, call in of_ranks)
+        if are_calls.intersection(entries):
+            named = sorted({call for _, entry, call in of_ranks if call is not None and entry in are_calls})
+            return (
+                f"cannot continue: the ranks make different calls: {each}, expected the same calls in the same order "
+                f"on every rank. Call {', '.join(named) or 'it'} on every rank: look for a condition such as 'if rank "
+                "== 0' around the call, and for a rank that runs fewer steps."
+            )
         return (
             f"cannot continue: the ranks run different units: {each}, expected the same units in the same order on "
             "every rank, and equally many passes. Ranks may skip different entries of a ModuleList or ModuleDict, if "
@@ -286,7 +306,8 @@ class UnitLog:
             first=first,
             entries=entries,
             texts={str(entry): self._texts[entry] for entry in set(entries) & self._texts.keys()},
-            call=collective_in_progress(self.ranks) or ("a collective" if self._is_inside else None),
+            waits_in=collective_in_progress(self.ranks) or ("a collective" if self._is_inside else None),
+            call=self._call,
         )
 
     def difference(self, logs: Mapping[int, PublishedLog]) -> str | None:
@@ -303,7 +324,7 @@ class UnitLog:
                 if place - log.first < len(log.entries):
                     entries[i] = log.entries[place - log.first]
             if len(set(entries) - {None}) > 1:
-                return self._message(entries)
+                return self._message(entries, [logs[i].call if i in logs else None for i in range(len(self.ranks))])
         return None
 
 
@@ -317,6 +338,9 @@ class _Entries(list[int]):
 
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+_hash_of_call = functools.cache(_hash)
 
 
 def _join(action: OtherAction, group_in_use: ref[Any]) -> bool:
@@ -344,7 +368,8 @@ def _failure_of(entry: int) -> int:
 class _Board:
     """Memory that the ranks of one host share: how far each rank is, and its last entries."""
 
-    _FIELDS = 3  # number of entries; status of the last one; its length, if it is an all-reduce of numbers
+    # Number of entries; status of the last one; its length, if it is an all-reduce of numbers; hash of its call.
+    _FIELDS = 4
 
     def __init__(self, memory: mmap.mmap, own: int, ranks: int) -> None:
         self._memory = memory
@@ -404,14 +429,14 @@ class _Board:
         """Number of entries up to the last one that differed between ranks; 0 if none did."""
         return self._numbers[0]
 
-    def enter(self, place: int, entry: int, length: int, *, after: int) -> bool:
+    def enter(self, place: int, entry: int, length: int, call: int, *, after: int) -> bool:
         """Write this rank's entry at ``place``; return whether all other ranks that have got as far have the same one.
 
         A conflict up to ``after`` entries is over.
         """
         numbers, own = self._numbers, self._place_of(self._own)
         numbers[own + self._FIELDS + place % _LENGTH] = entry
-        numbers[own + 2] = length
+        numbers[own + 2], numbers[own + 3] = length, call
         numbers[own] = place + 1
         is_same = not after < numbers[0] <= place + 1
         for rank in self._others:
@@ -453,6 +478,11 @@ class _Board:
             self._numbers[begin + self._FIELDS + place % _LENGTH] if self._numbers[begin] > place else None
             for begin in map(self._place_of, range(self._ranks))
         ]
+
+    def calls(self) -> list[str | None]:
+        """Return the name of the call of this package in which each rank has added its last entry."""
+        names = {_hash_of_call(name): name for name in names_of_calls}
+        return [names.get(self._numbers[self._place_of(rank) + 3]) for rank in range(self._ranks)]
 
 
 @functools.cache

@@ -50,8 +50,10 @@ class PublishedLog:
     entries: list[int]
     texts: dict[str, str]
     """The texts of the entries."""
-    call: str | None
+    waits_in: str | None
     """The collective that the rank waits in; None if it does something else."""
+    call: str | None
+    """The call of this package in which the rank has added its last entry; None if it was in none."""
 
 
 class Watcher:
@@ -143,9 +145,9 @@ class _Reader:
                 _break_off(text)
 
     def _suspect(self, store: Any, log: UnitLog, logs: Mapping[int, PublishedLog]) -> None:
-        if None in [each.call for each in logs.values()]:
+        if None in [each.waits_in for each in logs.values()]:
             return
-        waiting = ", ".join(f"rank {log.ranks[i]} waits in {each.call}" for i, each in sorted(logs.items()))
+        waiting = ", ".join(f"rank {log.ranks[i]} waits in {each.waits_in}" for i, each in sorted(logs.items()))
         self._suspected = (
             f"cannot continue: all ranks wait for each other: {waiting}, expected all ranks in the same call. "
             "Check conditions such as 'if rank == 0' around collective calls, and the passes on each rank.",
