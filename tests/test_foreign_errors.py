@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 
 import pytest
 import torch
@@ -13,8 +15,15 @@ from helpers.reference import full_parameters
 from helpers.training import assert_same, prepared, strategy_for
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
+from fsdp2_strategy.checkpoint.find import describe_fresh_start, find_checkpoint
 from fsdp2_strategy.checkpoint.foreign.parameter_ids import OwnGroup, Parameter, name_parameters
-from fsdp2_strategy.checkpoint.foreign.recognise import describe_contents, newest_in
+from fsdp2_strategy.checkpoint.foreign.recognise import (
+    choose,
+    describe_contents,
+    incomplete_after,
+    newest_in,
+    recognise,
+)
 from fsdp2_strategy.checkpoint.foreign.stored_optimizer import StoredGroup, StoredOptimizer
 from fsdp2_strategy.checkpoint.foreign.tensors import StoredTensor
 from fsdp2_strategy.errors import CheckpointError
@@ -64,6 +73,83 @@ def test_what_a_run_has_before_its_first_save_is_a_fresh_start(tmp_path):
     touch(tmp_path, "step-100/.metadata", "step-20/.metadata")
     assert newest_in(tmp_path).path == tmp_path / "step-100"
     assert "holds a checkpoint of torchtitan in step-100. Load it with load_ckpt(" in describe_contents(tmp_path)
+
+
+def save(folder, *names):
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix:
+            torch.save({"model": {"weight": torch.ones(2)}}, path)
+        else:
+            touch(path, ".metadata")
+
+
+def found_in(path, tag=None):
+    return find_checkpoint(path, tag, fallback=False, trust=True)[1]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["snapshot.pt", "checkpoint.pth.tar", "run.pth", "my_run.pt", "llama-1b.pt", "3.pt", "e1s3", "model", "rank0.pt"],
+)
+def test_a_checkpoint_is_found_whatever_its_name(tmp_path, name):
+    save(tmp_path, name)
+    foreign = found_in(tmp_path)
+    assert tmp_path in (foreign.path, foreign.path.parent) and foreign == recognise(foreign.path)
+    assert choose(tmp_path, any_name=True) == foreign, "the command line finds the same"
+    # Without trust, a file of torch.save is none unless its name says so: a run may keep statistics there.
+    if "." in name and not re.match("checkpoint|rank", name):
+        assert find_checkpoint(tmp_path, None, fallback=False, trust=False) == ([], None)
+        message, level = describe_fresh_start(tmp_path, trust=False)
+        assert message.endswith(f"which contains {name}") and level == logging.WARNING
+
+
+@pytest.mark.parametrize(
+    ("names", "newest"),
+    [
+        (["step-3", "step-20"], "step-20"),
+        (["step_3.pt", "last.pt"], "last.pt"),
+        (["epoch_0.pt", "epoch_10.pt", "epoch_9.pt"], "epoch_10.pt"),
+        (["checkpoint_9", "checkpoint_10"], "checkpoint_10"),
+        (["3.pt", "12.pt"], "12.pt"),
+        (["epoch=0-step=2.ckpt", "epoch=0-step=2.end.ckpt"], "epoch=0-step=2.end.ckpt"),
+        (["runA", "runB"], None),
+        (["exp1", "exp2"], None),
+        (["step-3", "final"], None),
+        (["runA-step-5", "runB-step-5"], None),
+        (["a.pt", "b.pt"], None),
+        (["last.pt", "latest.pt"], None),
+    ],
+)
+def test_the_newest_is_loaded_where_names_tell_and_else_none(tmp_path, names, newest):
+    save(tmp_path, *names)
+    if newest is not None:
+        assert found_in(tmp_path).path.name == newest
+    else:
+        with pytest.raises(CheckpointError, match=r"cannot choose .*names do not tell which is the newest") as error:
+            found_in(tmp_path)
+        assert all(name in str(error.value) for name in names)
+
+
+def test_a_path_that_misses_a_checkpoint_is_an_error(tmp_path):
+    save(tmp_path / "dump/checkpoint", "step-3", "step-5")
+    (tmp_path / "dump/notes.txt").write_text("")
+    for path in (tmp_path / "dump", tmp_path):
+        with pytest.raises(
+            CheckpointError, match=r"there are checkpoints of other systems in .*dump/checkpoint\. Pass"
+        ):
+            found_in(path)
+    for path in (tmp_path / "dump/checkpoint/step-7", tmp_path / "dump/ckpt9.pt"):
+        with pytest.raises(CheckpointError, match=r"does not exist, expected the checkpoint that its name means"):
+            found_in(path)
+    with pytest.raises(CheckpointError, match=r"notes.txt is a file, expected a directory"):
+        found_in(tmp_path / "dump/notes.txt")
+    with pytest.raises(CheckpointError, match=r"'step-7' is not .* expected one of \['step-3', 'step-5'\]"):
+        found_in(tmp_path / "dump/checkpoint", "step-7")
+    assert found_in(tmp_path / "sft-step2") is None, "the directory of a run that has not begun"
+    touch(tmp_path, "dump/checkpoint/step-9/__0_0.distcp")
+    assert incomplete_after(tmp_path / "dump/checkpoint", found_in(tmp_path / "dump/checkpoint")) == ["step-9"]
 
 
 @pytest.mark.ranks(2)

@@ -7,7 +7,6 @@ ranks; see [Note: agreed errors] in `agreement`.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -31,31 +30,16 @@ from fsdp2_strategy.checkpoint.data_position import (
     restore_position,
 )
 from fsdp2_strategy.checkpoint.different_steps import record_resume
-from fsdp2_strategy.checkpoint.directory import recover
 from fsdp2_strategy.checkpoint.file_schemas import RANK_FILE_BYTES
+from fsdp2_strategy.checkpoint.find import describe_fresh_start, find_checkpoint, log_choice, other_tags
 from fsdp2_strategy.checkpoint.foreign.contents import read_contents
 from fsdp2_strategy.checkpoint.foreign.load import load_foreign, restore_foreign_schedule
-from fsdp2_strategy.checkpoint.foreign.recognise import Foreign, describe_contents, newest_in
+from fsdp2_strategy.checkpoint.foreign.recognise import Foreign
 from fsdp2_strategy.checkpoint.gc_pause import gc_paused
 from fsdp2_strategy.checkpoint.listing import (
-    REPLACED,
-    Checkpoint,
-    checkpoints_nearby,
-    checkpoints_with_manifest,
-    describe_missing,
-    hidden_in,
-    is_checkpoint,
-    is_last,
-    lacks_training_state,
-    latest_tag,
-    linked_tag,
     models_in,
-    problem_of,
-    step_in_name,
-    without_manifest,
 )
 from fsdp2_strategy.checkpoint.load_options import NO_OPTIMIZER, NO_SCHEDULER
-from fsdp2_strategy.checkpoint.lock import is_held_elsewhere
 from fsdp2_strategy.checkpoint.paths import (
     DATA,
     EMA,
@@ -63,10 +47,7 @@ from fsdp2_strategy.checkpoint.paths import (
     RNG,
     CheckpointPaths,
     as_path,
-    exists,
     identity_of,
-    is_directory,
-    names_in,
 )
 from fsdp2_strategy.checkpoint.random_state import RNG_BYTES, check_rng, derive_seed, load_rng, seed_everything
 from fsdp2_strategy.checkpoint.reader import Opened, check_structure, open_checkpoint
@@ -94,7 +75,7 @@ from fsdp2_strategy.distributed.agreement import all_or_none, check_equal, from_
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import data_rank, data_size, is_rank_0, rank, sequence_size, world_size
-from fsdp2_strategy.errors import ArgumentError, CheckpointError, DamageError, did_you_mean
+from fsdp2_strategy.errors import ArgumentError, CheckpointError, DamageError
 from fsdp2_strategy.hf.load_plan import LoadReport
 from fsdp2_strategy.model.failed_loads import unusable_unless_done
 from fsdp2_strategy.model.gradients import clear_gradients
@@ -102,7 +83,7 @@ from fsdp2_strategy.model.master_weights import refresh_masters_of
 from fsdp2_strategy.model.ranks import on_model_ranks
 from fsdp2_strategy.model.weight_versions import count_change
 from fsdp2_strategy.optim.schedule import check_schedule_of
-from fsdp2_strategy.storage.file_reads import read_repeats, repeated
+from fsdp2_strategy.storage.file_reads import read_repeats
 from fsdp2_strategy.storage.json_values import from_json_values
 from fsdp2_strategy.storage.regions import Region, sources_of
 from fsdp2_strategy.storage.replicated_reads import divide_reads
@@ -205,17 +186,22 @@ def load_checkpoint(
         check_schedule_of(own.scheduler, own.optimizer, "load", CheckpointError)
     request.agree_between_ranks()
     repeats = read_repeats()
-    find = functools.partial(_find, load_dir, tag, fallback=fallback, trust=trust)
+    find = functools.partial(find_checkpoint, load_dir, tag, fallback=fallback, trust=trust)
+    nothing = "", logging.INFO
     with all_or_none(f"find a checkpoint in {load_dir}", CheckpointError):
         found = find() if is_rank_0() else ([], None)
+        if is_rank_0() and found == ([], None):
+            nothing = describe_fresh_start(load_dir, trust=trust)
     paths, foreign = from_rank_0(found)
-    others = from_rank_0(_other_tags(paths) if is_rank_0() else [])
+    others = from_rank_0(other_tags(paths) if is_rank_0() else [])
     with all_or_none("read the key", CheckpointError):
         key = read_key(key_file) if key_file is not None and is_rank_0() else None
     if foreign is not None:
+        if is_rank_0():
+            log_choice(load_dir if tag is None else load_dir / tag, foreign)
         return _load_foreign(request, foreign)
     if not paths:
-        log("no checkpoint in %s: nothing is loaded", load_dir)
+        log("%s: nothing is loaded", nothing[0], level=nothing[1])
         return None
     loaded = _load_first(replace(request, key=key), paths, others, lambda: find()[0])
     log_repeated_reads(repeats)
@@ -311,7 +297,7 @@ def foreign_training_state(load_dir: str | Path, tag: str | None = None, *, trus
     load_dir = as_path(load_dir, "load")
     state: list[str] | None = None
     with all_or_none(f"find a checkpoint in {load_dir}", CheckpointError):
-        if is_rank_0() and (foreign := _find(load_dir, tag, fallback=False, trust=True)[1]):
+        if is_rank_0() and (foreign := find_checkpoint(load_dir, tag, fallback=False, trust=True)[1]):
             state = read_contents(foreign).training_state if trust else []
     shared: list[str] | None = from_rank_0(state)
     return shared
@@ -589,126 +575,6 @@ def _plan(own: _ModelRequest, request: _LoadRequest, paths: CheckpointPaths, sta
     return _LoadPlan(root, report, targets, optimizer_state, settings, values)
 
 
-def _find(load_dir: Path, tag: str | None, *, fallback: bool, trust: bool) -> tuple[list[Path], Foreign | None]:
-    """Return the checkpoint to load, followed by its fallbacks, newest first; or a checkpoint of another system."""
-    _check_reachable(load_dir)
-    foreign_path = load_dir if tag is None else load_dir / tag
-    if tag is None and _is_link_to_checkpoint(load_dir):
-        load_dir, tag = load_dir.parent, load_dir.name
-    if tag is None and exists(CheckpointPaths.found_in(load_dir).manifest) and is_checkpoint(load_dir):
-        return [load_dir], None
-    is_in_checkpoint = is_checkpoint(load_dir.parent)  # the folder of one of several models
-    if tag is None and not is_in_checkpoint and load_dir in without_manifest(load_dir.parent):
-        raise DamageError(f"cannot load {load_dir}: {problem_of(load_dir)}. Load another checkpoint.")
-    if exists(load_dir) and (paths := _committed(load_dir, tag, fallback=fallback)):
-        return paths, None
-    foreign = newest_in(foreign_path)
-    if foreign is None or foreign.is_hugging_face:  # it may be the folder of the model in one of our checkpoints
-        _check_nearby(load_dir)
-    if foreign is None and tag is None and (content := describe_contents(load_dir)):
-        raise CheckpointError(f"no checkpoint to load: {content}")
-    if foreign is not None and foreign.needs_trust and not trust:
-        raise CheckpointError(
-            f"cannot load {foreign.path}: it is {foreign.kind}, and it contains pickles, which can run any code when "
-            "they are read, expected permission to read them. Pass trust=True if you trust its source."
-        )
-    return [], foreign
-
-
-def _check_reachable(path: Path) -> None:
-    """Raise if nobody can say whether a directory exists: a run that starts afresh would overwrite its checkpoints."""
-    try:
-        repeated(path, path.stat)
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    except (OSError, ValueError) as error:
-        problem = getattr(error, "strerror", None) or error
-        raise CheckpointError(
-            f"cannot load from {path}: it cannot be looked at ({problem}), expected a directory, or nothing. Check the "
-            "path, its permissions, and the file system."
-        ) from error
-
-
-def _is_link_to_checkpoint(path: Path) -> bool:
-    """Return whether a path is ``last``, or a link to another checkpoint in the same directory."""
-    target = linked_tag(path.parent, path.name)
-    if target is None or target == path.name:
-        return False
-    # The target may be missing until `recover`.
-    return is_last(path) or is_checkpoint(path) or any(tag == target for _, tag in hidden_in(path.parent, REPLACED))
-
-
-def newest_committed(load_dir: Path) -> Path | None:
-    """Return the checkpoint of a directory that was saved last, or None; rank 0 calls it."""
-    paths = _committed(load_dir, None, fallback=False) if exists(load_dir) else []
-    return paths[0] if paths else None
-
-
-def _committed(load_dir: Path, tag: str | None, *, fallback: bool) -> list[Path]:
-    """Return the checkpoint to load from a directory, followed by its fallbacks; nothing if another system wrote it."""
-    if not is_held_elsewhere(load_dir):  # a run that saves there may be in the middle of a commit
-        recover(load_dir)
-    committed = checkpoints_with_manifest(load_dir)[::-1]
-    tags = [checkpoint.tag for checkpoint in committed]
-    if tag is not None and (load_dir / tag).is_symlink():
-        target = linked_tag(load_dir, tag)
-        if target not in tags and is_checkpoint(load_dir / tag):
-            return [load_dir / tag]  # outside of the directory: its place among these checkpoints is unknown
-        tag = target if target in tags else tag
-    if tag in tags:
-        committed = committed[tags.index(tag) :]
-    elif (
-        tag is not None
-        and newest_in(load_dir / tag)
-        and (_is_foreign(load_dir / tag) or load_dir / tag not in without_manifest(load_dir))
-    ):
-        return []
-    elif tag is not None:
-        path = load_dir / tag
-        problem = f" ({problem_of(path)})" if is_checkpoint(path) or path in without_manifest(load_dir) else ""
-        raise CheckpointError(
-            f"cannot load: {tag!r} is not a committed checkpoint in {load_dir}{problem}, expected one of {tags[::-1]}."
-            f"{did_you_mean(tag, tags)}"
-        )
-    else:
-        _check_unreadable(load_dir, committed, fallback=fallback)
-    return [checkpoint.path for checkpoint in committed][: None if fallback else 1]
-
-
-def _check_unreadable(load_dir: Path, committed: Sequence[Checkpoint], *, fallback: bool) -> None:
-    """Log a warning for each checkpoint without a valid manifest; raise if it is the newest, or the only one.
-
-    It is the newest if ``latest`` or ``last`` names it. If neither exists, a checkpoint in another system's layout that
-    lacks its training state is the newest if its name has the highest step.
-    """
-    latest = latest_tag(load_dir)
-    for path in without_manifest(load_dir):
-        if _is_foreign(path) and not is_checkpoint(path):
-            continue
-        text = f"cannot load {path}: {problem_of(path)}."
-        is_last_step = latest is None and lacks_training_state(path)
-        is_last_step = is_last_step and all(step_in_name(path) > each.step for each in committed)
-        if not fallback and (not committed or latest == path.name or is_last_step):
-            other = "Pass fallback=True to load an older checkpoint" if committed else "There is no older checkpoint"
-            raise DamageError(f"{text} {other}, or delete this one.")
-        log("%s It is ignored.", text, level=logging.WARNING)
-
-
-def _is_foreign(path: Path) -> bool:
-    """Return whether a directory without a manifest is the checkpoint of another system, with more than weights."""
-    found = newest_in(path)
-    return found is not None and found.needs_trust
-
-
-def _other_tags(paths: Sequence[Path]) -> list[str]:
-    """Return the tags of the other checkpoints in the directory of the one to load; none if fallbacks are given."""
-    if len(paths) != 1:
-        return []
-    with contextlib.suppress(CheckpointError):
-        return [each.tag for each in checkpoints_with_manifest(paths[0].parent) if each.path.name != paths[0].name]
-    return []
-
-
 def _with_advice(error: DamageError, directory: Path, others: Sequence[str]) -> DamageError:
     """Return an error whose message also names the other checkpoints of the directory."""
     advised = DamageError(
@@ -716,20 +582,3 @@ def _with_advice(error: DamageError, directory: Path, others: Sequence[str]) -> 
     )
     advised.is_agreed = error.is_agreed
     return advised
-
-
-def _check_nearby(load_dir: Path) -> None:
-    """Raise if a directory without checkpoints is one level off; log a warning if its name is only similar."""
-    nearby = checkpoints_nearby(load_dir)
-    if exists(load_dir):
-        nearby = [path for path in nearby if path != load_dir.absolute().parent or is_checkpoint(path)]
-    if nearby:
-        raise CheckpointError(f"no checkpoint to load: {describe_missing(load_dir)} Pass the directory that you mean.")
-    parent = load_dir.absolute().parent
-    if not exists(load_dir):
-        siblings = []
-        for path in (parent / name for name in sorted(names_in(parent))):
-            with contextlib.suppress(CheckpointError):  # directories that this process may not read
-                siblings += [path.name] if is_directory(path) and checkpoints_with_manifest(path) else []
-        if hint := did_you_mean(load_dir.name, siblings):
-            log("%s does not exist.%s", load_dir, hint, level=logging.WARNING)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from fsdp2_strategy.checkpoint.foreign.recognise import Foreign, newest_in, recognise
+from fsdp2_strategy.checkpoint.foreign.recognise import Foreign, choose, recognise
 from fsdp2_strategy.checkpoint.listing import describe_missing, is_checkpoint
 from fsdp2_strategy.checkpoint.paths import exists, is_directory, names_in
 from fsdp2_strategy.cli.output import time_text
@@ -49,7 +49,7 @@ def foreign_at(path: Path, known: Collection[Path]) -> tuple[list[Foreign], dict
 
 def newest_foreign(path: Path, tag: str | None, action: str, *, trust: bool) -> Foreign:
     """Return the checkpoint of another system at a path, or the newest in a directory; raise if it may not be read."""
-    foreign = newest_in(path if tag is None else path / tag)
+    foreign = choose(path if tag is None else path / tag, any_name=True)
     if foreign is None:
         raise CheckpointError(f"no checkpoint to {action}: {describe_missing(path)}")
     if foreign.needs_trust and not trust:

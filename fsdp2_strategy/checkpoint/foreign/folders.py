@@ -37,6 +37,9 @@ from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.storage.file_reads import read_file
 
 DCP_METADATA = ".metadata"
+_HEAD_BYTES = 1024
+_OLD_TORCH_FILE = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""The pickled number that begins a file of ``torch.save`` before torch 1.6, or with its old format."""
 _MOST_JSON_BYTES = 64 << 20
 _RANK_FILE = re.compile(
     r"(?P<before>.*?)(?:(?:local_)?rank[_-]?|(?<=trainer_))(?P<rank>\d+)(?P<after>.*)\.(?:pt|pth|bin|ckpt)"
@@ -57,13 +60,25 @@ def in_folder(path: Path, names: set[str]) -> Foreign | None:
 
 
 def of_file(path: Path) -> Foreign | None:
-    """Return the checkpoint that a file is by its ending, else None."""
+    """Return the checkpoint that a file is by its ending, or by its first bytes, else None."""
     if path.suffix == ".safetensors":
         return Foreign("a safetensors file", path, (Source("model", "weights", (path,)),), step_of(path))
-    if path.suffix not in PICKLES or path.name in NOT_WEIGHTS:
+    if path.name in NOT_WEIGHTS or not (path.suffix in PICKLES or is_torch_file(path)):
         return None
     kind = LIGHTNING if path.suffix == ".ckpt" else FILE
     return Foreign(kind, path, (Source("", "pickle", (path,)),), step_of(path))
+
+
+def is_torch_file(path: Path) -> bool:
+    """Return whether a file's first bytes are those of ``torch.save``: an archive that begins with a pickle."""
+    try:
+        if not path.is_file():  # a named pipe would wait for a writer
+            return False
+        with path.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+    except OSError:
+        return False
+    return head.startswith(_OLD_TORCH_FILE) or (head.startswith(b"PK\x03\x04") and b"/data.pkl" in head)
 
 
 def _verl(path: Path, names: set[str]) -> Foreign | None:
@@ -194,7 +209,7 @@ def _one_file_per_rank(path: Path, names: set[str]) -> Foreign | None:
     of_prefix: dict[tuple[str, str], dict[int, str]] = {}
     for name in names:
         match = _RANK_FILE.fullmatch(name)
-        is_named = bool(RUN_FILE.search(name) or RUN_FILE.search(path.name) or "optim" in name)
+        is_named = bool(RUN_FILE.search(name) or RUN_FILE.search(path.name) or "optim" in name or name[:4] == "rank")
         if match and (is_named or name.startswith(("trainer_", "local_rank_"))) and not _NO_RANK_FILE.match(name):
             of_prefix.setdefault((match["before"], match["after"]), {})[int(match["rank"])] = name
     sources = []

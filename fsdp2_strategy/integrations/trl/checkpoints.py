@@ -16,8 +16,8 @@ from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import SaveStrategy
 
 from fsdp2_strategy.checkpoint import save_checkpoint as save_without_optimizer
+from fsdp2_strategy.checkpoint.find import newest_committed
 from fsdp2_strategy.checkpoint.listing import is_checkpoint
-from fsdp2_strategy.checkpoint.load import newest_committed
 from fsdp2_strategy.distributed.agreement import all_or_none, from_rank_0
 from fsdp2_strategy.distributed.process_group import is_rank_0
 from fsdp2_strategy.errors import CheckpointError, DamageError
