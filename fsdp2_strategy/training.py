@@ -44,6 +44,7 @@ from fsdp2_strategy.distributed.lost_ranks import collective, disconnect, report
 from fsdp2_strategy.distributed.mesh import check_shard_size, forget_meshes, group_of, groups_that_share
 from fsdp2_strategy.distributed.preemption import Preemption
 from fsdp2_strategy.distributed.tcp_rendezvous import Rendezvous
+from fsdp2_strategy.distributed.terminal import above_bars
 from fsdp2_strategy.distributed.wait_log import begin_wait_log
 from fsdp2_strategy.errors import (
     ArgumentError,
@@ -266,8 +267,9 @@ class TrainingStrategy:
     def print(*message: object) -> None:
         """Write a message to standard output, on rank 0 only; not collective, and can be called on the class, too."""
         if ranks.is_rank_0():
-            sys.stdout.write(" ".join(map(str, message)) + "\n")
-            sys.stdout.flush()
+            with above_bars(sys.stdout):
+                sys.stdout.write(" ".join(map(str, message)) + "\n")
+                sys.stdout.flush()
 
     def set_seed(self, seed: int, *, per_rank: bool = False) -> None:
         """Seed all generators; not collective.

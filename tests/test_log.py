@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import os
+import pty
+import re
+import struct
 import subprocess
 import sys
+import termios
 
 import pytest
 import torch
@@ -134,3 +140,35 @@ def test_off_a_terminal_progress_is_a_line_in_the_log_now_and_then(monkeypatch, 
 )
 def test_a_size_has_the_unit_that_fits(size_bytes, text):
     assert size_text(size_bytes) == text
+
+
+def test_on_a_terminal_lines_stand_above_the_bar_and_one_without_columns_has_none():
+    """Write to a pseudo-terminal, and read what it shows."""
+    script = """
+import os, sys, time
+from tqdm import tqdm
+from fsdp2_strategy.distributed.log import logger, show_log
+from fsdp2_strategy import FSDPV2Strategy
+from fsdp2_strategy.distributed.terminal import is_terminal
+print("terminal", is_terminal())
+show_log("INFO")
+for step in tqdm(range(3), mininterval=0, desc="training"):
+    logger.info("saved %d", step)
+    FSDPV2Strategy.print("step", step)
+"""
+    for columns in (60, 0):
+        parent, child = pty.openpty()
+        fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        process = subprocess.Popen([sys.executable, "-c", script], stdout=child, stderr=child)
+        os.close(child)
+        shown = b""
+        with contextlib.suppress(OSError):  # the other side is closed
+            while part := os.read(parent, 4096):
+                shown += part
+        os.close(parent)
+        assert process.wait() == 0, shown.decode()
+        lines = [line.rpartition("\r")[2] for line in shown.decode().replace("\r\n", "\n").split("\n")]
+        assert f"terminal {columns > 0}" in lines
+        for step in range(3):
+            assert f"step {step}" in lines, lines
+            assert any(re.fullmatch(rf"\d\d:\d\d:\d\d fsdp2_strategy: saved {step}", line) for line in lines), lines

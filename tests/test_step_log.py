@@ -310,7 +310,8 @@ def test_a_terminal_has_a_bar_and_no_lines():
         strategy.close()
     assert log.of_steps() == []
     if dist.get_rank() == 0:
-        assert bar.call_args.kwargs == {"total": 9, "desc": "training", "unit": "step", "initial": 0}
+        options = {"total": 9, "desc": "training", "unit": "step", "initial": 0, "dynamic_ncols": True}
+        assert bar.call_args.kwargs == options
         assert [call.args for call in bar().update.call_args_list] == [(1,), (1,)]
         assert "loss " in bar().set_postfix_str.call_args.args[0]
         bar().close.assert_called_once()
@@ -326,6 +327,9 @@ def test_the_line_states_recomputation_waits_and_skipped_steps():
     assert interval.text(100) == (
         "loss 2.0000, grad norm 0.500, lr 1.00e-01, 2 tokens/s, 1.0 samples/s, MFU 37.5%, 50.0% with recomputation, "
         "memory 5 GB (6 GB reserved), data 2.0 s, saves 0.5 s, 4 s/step, 7 min left, 1 skipped"
+    )
+    assert interval.short_text() == (
+        "loss 2.0000, norm 0.50, lr 1.0e-01, 2 tok/s, MFU 38%, 5 GB, data 25%, saves 6%, 1 skipped"
     )
     interval.add(result_of(3, 2.0, tokens=None, samples=None, model_flops=None, hardware_flops=None), 4e12)
     assert interval.numbers().keys() == {

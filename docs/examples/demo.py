@@ -48,7 +48,11 @@ def kill_at(process: subprocess.Popen, run_dir: Path, step: int) -> int:
         time.sleep(0.05)
     pid = int((run_dir / "rank1.pid").read_text())
     os.kill(pid, signal.SIGKILL)
-    print(f"\n--- SIGKILL to rank 1 (process {pid}) after step {step} ---\n", flush=True)
+    print(
+        f"\n--- SIGKILL to rank 1 (process {pid}) after step {step}: the other rank raises an error, and torchrun "
+        "starts both again ---\n",
+        flush=True,
+    )
     return max(logged for logged, _ in read_losses(run_dir))
 
 
@@ -114,7 +118,7 @@ def main() -> None:
     options = yaml.safe_load(args.config.read_text())["train"]
     started = time.monotonic()
 
-    print("--- first run: uninterrupted ---", flush=True)
+    print(f"--- first run of {options['steps']} steps on two ranks: uninterrupted ---", flush=True)
     if launch(args.runs / "undisturbed", args.config).wait():
         raise SystemExit("the uninterrupted run failed")
     print("\n--- second run: one rank is killed in the middle ---", flush=True)

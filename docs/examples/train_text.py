@@ -23,7 +23,6 @@ from exported import check_export
 from options import from_mapping, make_parser, print_plan, read_settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.utils.data import Dataset
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
@@ -89,11 +88,9 @@ def train(settings: dict, options: Training, text: Path, run_dir: Path) -> int:
         data = Text(text, options.sequence_length)
         loader = ResumableLoader(data, strategy.config.train_batch_size, seed=strategy.config.seed)
         resumed, _ = strategy.load_ckpt(model, run_dir / "checkpoints", dataloader=loader)
-        if strategy.is_rank_0() and resumed:
-            print(f"resumed from {resumed}", flush=True)
+        if resumed:
+            strategy.print(f"resumed from {resumed}")
 
-        start = strategy.global_step(model)
-        bar = tqdm(total=options.steps, initial=start, unit="step", disable=not strategy.is_rank_0(), mininterval=1)
         with Metrics("jsonl", run_id="losses", run_dir=run_dir, hparams=strategy.config) as metrics:
             for batch in itertools.chain.from_iterable(itertools.repeat(loader)):  # all epochs
                 if strategy.global_step(model) >= options.steps:
@@ -103,8 +100,6 @@ def train(settings: dict, options: Training, text: Path, run_dir: Path) -> int:
                     strategy.backward(loss, model, optimizer, num_tokens=ids.numel())
                     result = strategy.optimizer_step(optimizer, model, scheduler)
                 metrics.log(result, epoch=loader.epoch)
-                bar.update(result.stepped)
-                bar.set_postfix(loss=f"{result.loss:.3f}", norm=f"{result.grad_norm:.2f}", epoch=loader.epoch)
                 preempted = strategy.preempted()
                 if preempted or (result.stepped and result.step % options.save_every == 0):
                     strategy.save_ckpt(
@@ -112,7 +107,6 @@ def train(settings: dict, options: Training, text: Path, run_dir: Path) -> int:
                     )
                 if preempted:
                     return 128 + signal.SIGTERM
-        bar.close()
         strategy.save_model(model, byte_tokenizer(), run_dir / "export", dtype=torch.bfloat16)
         check_export(model, run_dir / "export", data[0][None])
     return 0

@@ -7,13 +7,23 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import Any
 
 import torch.distributed as dist
 
 from fsdp2_strategy.distributed.process_group import is_rank_0
+from fsdp2_strategy.distributed.terminal import above_bars
 from fsdp2_strategy.errors import ConfigError
 
 logger = logging.getLogger("fsdp2_strategy")
+
+
+class _Handler(logging.StreamHandler[Any]):
+    """Write records to standard error, above progress bars."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with above_bars(self.stream):
+            super().emit(record)
 
 
 def show_log(level: int | str | None = None) -> None:
@@ -29,7 +39,7 @@ def show_log(level: int | str | None = None) -> None:
                 f"cannot set the log level: it is {level!r}, expected a level of logging. Use 'INFO' or 'WARNING'."
             ) from None
     if not logging.root.handlers and not logger.handlers:
-        handler = logging.StreamHandler()
+        handler = _Handler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S"))
         # A program that configures logging later writes the records itself.
         handler.addFilter(lambda _: not logging.root.handlers)

@@ -5,7 +5,6 @@ Input: the amount of work, and what is done of it. Output: standard error.
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from typing import Any, Self
@@ -13,6 +12,7 @@ from typing import Any, Self
 from tqdm import tqdm
 
 from fsdp2_strategy.distributed.log import logger
+from fsdp2_strategy.distributed.terminal import is_terminal
 
 SECONDS_BETWEEN_LINES = 30.0
 
@@ -73,8 +73,3 @@ class Progress:
             done, per_second = f"{self._done:,} {self._unit}s", f"{speed:.2f} {self._unit}s/s"
         part = f" ({self._done / self._total:.0%})" if self._total else ""
         return f"{self._what}: {done}{part}, {per_second}"
-
-
-def is_terminal() -> bool:
-    """Return whether standard error is a terminal."""
-    return sys.stderr.isatty()

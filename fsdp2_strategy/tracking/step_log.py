@@ -11,10 +11,12 @@ from typing import Any, Literal
 from tqdm import tqdm
 
 from fsdp2_strategy.distributed.log import logger
-from fsdp2_strategy.distributed.progress import is_terminal
+from fsdp2_strategy.distributed.terminal import is_terminal
 from fsdp2_strategy.errors import size_text
 from fsdp2_strategy.optim.step import StepResult
 
+_BAR = "{desc} {percentage:.0f}%|{bar:10}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+_BAR_WITHOUT_TOTAL = "{desc} {n_fmt} steps [{elapsed}{postfix}]"
 Output = Literal["lines or bar", "lines", "none"]
 """Where the numbers go: "lines or bar" is a bar on a terminal; "none" leaves them to a loop with a log of its own."""
 
@@ -85,6 +87,26 @@ class Interval:
             parts.append(f"{self.skipped} skipped")
         return ", ".join(parts)
 
+    def short_text(self) -> str:
+        """Return the most important numbers for a bar, which has little room; what it shows itself is left out."""
+        last, numbers = self.last, self.numbers()
+        assert last is not None
+        parts = [f"loss {last.loss:.4f}", f"norm {last.grad_norm:.2f}", f"lr {last.lr:.1e}"]
+        if "tokens_per_second" in numbers:
+            parts.append(f"{numbers['tokens_per_second']:,.0f} tok/s")
+        elif "samples_per_second" in numbers:
+            parts.append(f"{numbers['samples_per_second']:,.1f} samples/s")
+        if "mfu" in numbers:
+            parts.append(f"MFU {numbers['mfu']:.0%}")
+        if "memory_allocated_bytes" in numbers:
+            parts.append(size_text(numbers["memory_allocated_bytes"]))
+        for name, seconds in (("data", self.data_seconds), ("saves", self.save_seconds)):
+            if self.seconds and seconds and (share := seconds / self.seconds) >= 0.005:
+                parts.append(f"{name} {share:.0%}")
+        if self.skipped:
+            parts.append(f"{self.skipped} skipped")
+        return ", ".join(parts)
+
     def _rates(self) -> list[str]:
         numbers, parts = self.numbers(), []
         if "tokens_per_second" in numbers:
@@ -130,8 +152,15 @@ class StepLog:
         if self.has_bar and self.is_shown:
             if self._bar is None:
                 before = result.step - result.stepped
-                self._bar = tqdm(total=self.total_steps, desc=self._name or "training", unit="step", initial=before)
+                self._bar = tqdm(
+                    total=self.total_steps,
+                    desc=self._name or "training",
+                    unit="step",
+                    initial=before,
+                    dynamic_ncols=True,
+                )
             self._bar.total = self.total_steps
+            self._bar.bar_format = _BAR if self.total_steps else _BAR_WITHOUT_TOTAL
             self._bar.update(int(result.stepped))
 
     def write(self) -> None:
@@ -141,7 +170,7 @@ class StepLog:
         if not self.is_shown and (self._has_lines or self.has_bar):
             self.interval = Interval()
         elif self._bar is not None:
-            self._bar.set_postfix_str(self.interval.text(None))
+            self._bar.set_postfix_str(self.interval.short_text())
         elif self._has_lines:
             of = f"/{self.total_steps}" if self.total_steps is not None else ""
             prefix = f"{self._name}: " if self._name else ""

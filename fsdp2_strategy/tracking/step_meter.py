@@ -147,7 +147,9 @@ class StepMeter:
             if not can_count(model):
                 self._counts = False
                 return
-            recomputes = self._recomputes or getattr(model, "is_gradient_checkpointing", False)
+            recomputes = self._recomputes or any(
+                getattr(module, "gradient_checkpointing", False) for module in model.modules()
+            )
             self._forward.flops.is_separate = can_separate_recomputation(model, recomputes=recomputes)
             self._mode = self._forward.flops.counting(is_backward=False)
             self._mode.__enter__()
@@ -334,7 +336,7 @@ class StepMeter:
         """Return these numbers as text if a second has passed since the last text, else ""; not collective."""
         if not self._is_on or self.log.interval.seconds < SECONDS_OF_BAR:
             return ""
-        return self.log.take().text(self.log.total_steps)
+        return self.log.take().short_text()
 
 
 def slowest_rank(busy: Sequence[float], seconds: float) -> int | None:

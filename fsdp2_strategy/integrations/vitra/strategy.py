@@ -32,7 +32,8 @@ from fsdp2_strategy.distributed.agreement import from_rank_0
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.preemption import Preemption
-from fsdp2_strategy.distributed.progress import Progress, is_terminal
+from fsdp2_strategy.distributed.progress import Progress
+from fsdp2_strategy.distributed.terminal import is_terminal
 from fsdp2_strategy.errors import ConfigError
 from fsdp2_strategy.integrations.vitra.epochs import Epochs, kind_of
 from fsdp2_strategy.integrations.vitra.metrics import VLAMetrics

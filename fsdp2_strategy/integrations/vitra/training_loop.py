@@ -15,7 +15,8 @@ import torch
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.preemption import Preemption
-from fsdp2_strategy.distributed.progress import Progress, is_terminal
+from fsdp2_strategy.distributed.progress import Progress
+from fsdp2_strategy.distributed.terminal import is_terminal
 from fsdp2_strategy.errors import StepError, counted
 from fsdp2_strategy.integrations.vitra.epochs import Epochs
 from fsdp2_strategy.integrations.vitra.metrics import VLAMetrics
