@@ -1838,6 +1838,21 @@ def a_save_on_rank_0_alone(folder):
 
 
 @mistake(
+    "the ranks make different calls: rank 0 compares values with the other ranks in save_ckpt, rank 1 gathers the root "
+    "unit of LlamaForCausalLM, expected the same calls in the same order on every rank. Call save_ckpt on every rank",
+    StepError,
+    "Call `save_ckpt` on every rank, without `if rank == 0`: all of them write.",
+    quote="rank 0 compares values with the other ranks in save_ckpt",
+)
+def a_save_on_rank_0_alone_before_the_next_step(folder):
+    strategy = strategy_for()
+    model, optimizer, _ = prepared(strategy)
+    if strategy.is_rank_0():
+        strategy.save_ckpt(model, folder / "ckpts")
+    train(strategy, model, optimizer, None, range(1))
+
+
+@mistake(
     "rank 0 gathers the root unit of LlamaForCausalLM, rank 1 makes another collective call, or has failed",
     StepError,
     "Make the same calls in the same order on every rank.",
