@@ -25,6 +25,9 @@ export HF_HUB_OFFLINE := 1
 .PHONY: test test-full docs test-matrix lowest newest resolve sweep peers engines suites big soak demo grpo robot lint
 .PHONY: bench gpu dist format clean
 
+# Without bytecode, every process that a test starts would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet torch==2.13.0

@@ -441,10 +441,12 @@ def test_rotation_keeps_within_max_mem_and_never_removes_the_newest(tmp_path):
 # --- crashes and failures --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
+@pytest.mark.each
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize(
     ("tag", "files"),
-    [("next", 32), pytest.param("global_step2", 32, marks=FULL), pytest.param("next", 3, marks=FULL)],
+    [("next", 32), ("global_step2", 32), ("next", 3)],
     ids=["new tag", "same tag", "several files"],
 )
 def test_a_crash_at_any_step_on_disk_leaves_the_newest_checkpoint_loadable(tmp_path, tag, files):

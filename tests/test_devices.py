@@ -165,6 +165,7 @@ def start_ranks(script, arguments, world):
     return started
 
 
+@pytest.mark.full
 def test_two_processes_get_their_devices_or_hear_the_same_error():
     scenarios = [
         scenario("started", ["xy", "xy"], launched=[0, 1]),  # torchrun
