@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -134,3 +135,9 @@ def test_off_a_terminal_progress_is_a_line_in_the_log_now_and_then(monkeypatch, 
 )
 def test_a_size_has_the_unit_that_fits(size_bytes, text):
     assert size_text(size_bytes) == text
+
+
+def test_the_log_of_a_configuration_shows_paths_and_large_numbers_as_one_would_write_them():
+    config = StrategyConfig(profile_dir=Path("runs/profile"), peak_flops=9.89e14, max_norm=1.0)
+    assert config.changes() == "max_norm = 1.0, profile_dir = 'runs/profile', peak_flops = 9.89e+14"
+    assert "* peak_flops" in str(config) and "PosixPath" not in str(config)

@@ -458,7 +458,7 @@ def _log_loaded(
 ) -> None:
     """Log what was loaded, what the checkpoint has in addition, and if the models are from different steps."""
     path = opened.paths.root
-    log("loaded %s (step %d)", path, of_run["step"])
+    log("loaded %s (step %d)", path.absolute(), of_run["step"])
     for name, own in request.models.items():
         of_model = opened.paths.of_model(name).state
         if own.ema is None and request.load_model and (of_model / EMA).is_dir():
@@ -599,7 +599,10 @@ def _find(load_dir: Path, tag: str | None, *, fallback: bool, trust: bool) -> tu
         return [load_dir], None
     is_in_checkpoint = is_checkpoint(load_dir.parent)  # the folder of one of several models
     if tag is None and not is_in_checkpoint and load_dir in without_manifest(load_dir.parent):
-        raise DamageError(f"cannot load {load_dir}: {problem_of(load_dir)}. Load another checkpoint.")
+        raise DamageError(
+            f"cannot load {load_dir}: {problem_of(load_dir)}. Load another checkpoint, such as the newest intact one: "
+            f"pass {load_dir.parent}, with fallback=True."
+        )
     if exists(load_dir) and (paths := _committed(load_dir, tag, fallback=fallback)):
         return paths, None
     foreign = newest_in(foreign_path)
