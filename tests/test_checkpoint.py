@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.crashes import dies_at, removals_at_once
+from helpers.log_lines import Lines
 from helpers.models import PlainTransformer, build, next_token_loss, tokens
 from helpers.reference import full, full_parameters
 from helpers.training import assert_same, full_state, prepared, strategy_for, tags, train
@@ -380,10 +381,14 @@ def test_rotation_keeps_the_newest_by_count_and_touches_nothing_else(tmp_path):
         (tmp_path / "global_step1_export").mkdir()
         (tmp_path / "notes.txt").write_text("mine")
     dist.barrier()
-    for step in (5, 4, 3, 2, 1):  # a run that was rolled back saves older steps: they are the newer ones
-        strategy.save_ckpt(model, tmp_path, f"global_step{step}", max_num=2)
-        dist.barrier()
+    with Lines() as log:
+        for step in (5, 4, 3, 2, 1):  # a run that was rolled back saves older steps: they are the newer ones
+            strategy.save_ckpt(model, tmp_path, f"global_step{step}", max_num=2)
+            dist.barrier()
     assert tags(tmp_path) == ["global_step2", "global_step1"]
+    last = f"saved {tmp_path.resolve()}/global_step1; deleting global_step3 (max_num 2, max_mem 1000 GB)"
+    assert log.lines[-1:] == ([last] if dist.get_rank() == 0 else [])
+    assert len(log.lines) == (5 if dist.get_rank() == 0 else 0), "one line for each save"
     assert names_in(tmp_path) == [
         ".lock", "global_step1", "global_step1_export", "global_step2", "latest", "notes.txt",
     ]  # fmt: skip

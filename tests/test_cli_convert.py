@@ -14,6 +14,8 @@ from helpers import foreign as programs
 from helpers.foreign import SAVED, STEPS, WRITERS, Program, decay, loss_at, mean_loss
 from helpers.models import build
 from helpers.training import prepared, strategy_for, train
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
 
 from fsdp2_strategy import verify_checkpoint
 from fsdp2_strategy.cli import main
@@ -102,17 +104,20 @@ def test_there_and_back_the_tensors_and_the_settings_are_the_same(written, tmp_p
 
 def test_ls_and_inspect_name_the_kind_the_step_and_the_command(written, capsys):
     assert main(["ls", str(written / "torchtitan")]) == 0
-    [line] = capsys.readouterr().out.splitlines()
+    _, line = capsys.readouterr().out.splitlines()
     command = f"fsdp2-strategy convert {written / 'torchtitan/step-3'} TARGET --trust"
-    assert "step-3" in line and "step 3 " in line and line.endswith(f"a checkpoint of torchtitan: {command}")
+    assert line.split()[1:3] == ["step-3", "3"] and line.endswith(f"a checkpoint of torchtitan: {command}")
     assert main(["inspect", str(written / "torchtitan")]) == 0
     out = capsys.readouterr().out
     assert "written by       another system: a checkpoint of torchtitan" in out and command in out
     assert "pass --trust to read them" in out and "parameters" not in out
     assert main(["inspect", "--trust", "--tensors", "*norm*", str(written / "torchtitan")]) == 0
     out = capsys.readouterr().out
+    assert "  model.norm.weight  float32  [32]" in out and "embed_tokens" not in out and "content" not in out
+    assert main(["inspect", "--trust", str(written / "torchtitan")]) == 0
+    out = capsys.readouterr().out
     assert "content          21,664 parameters in 84 tensors: 260 kB float32" in out
-    assert "  model.norm.weight  float32  [32]" in out and "embed_tokens" not in out
+    assert "optimizer        parameters=21, settings=[{" in out and "weight_decay=0.2" in out and "last_epoch=3" in out
     assert "not convertible  1 value (dataloader.dp_rank_0)" in out
     assert main(["inspect", "--trust", "--json", str(written / "verl")]) == 0
     [facts] = json.loads(capsys.readouterr().out)
@@ -125,7 +130,7 @@ def test_ls_says_which_files_of_ranks_are_missing(written, tmp_path, capsys):
         shutil.copytree(written / wrote, tmp_path / "runs", dirs_exist_ok=True)
     (tmp_path / "runs/global_step_3/actor/model_world_size_2_rank_1.pt").unlink()
     assert main(["ls", str(tmp_path / "runs")]) == 1
-    usable, broken = capsys.readouterr().out.splitlines()
+    _, usable, broken, _ = capsys.readouterr().out.splitlines()
     assert "a folder of torch.distributed.checkpoint" in usable
     assert "global_step_3" in broken and "it lacks 1 of 2 files of ranks" in broken
 
@@ -165,7 +170,7 @@ def test_a_directory_with_checkpoints_of_both_lists_both_and_is_not_converted(tm
     run_on(2, save_own, folder=tmp_path)
     capsys.readouterr()
     assert main(["ls", str(tmp_path / "ckpts")]) == 0
-    own, exported = capsys.readouterr().out.splitlines()
+    _, own, exported = capsys.readouterr().out.splitlines()
     assert "global_step1" in own and "a Hugging Face folder: fsdp2-strategy convert" in exported
     assert main(["convert", "--trust", str(tmp_path / "ckpts"), str(tmp_path / "out")]) == 2
     assert "it has checkpoints of this package" in capsys.readouterr().err
@@ -277,3 +282,60 @@ def test_tied_weights_have_their_state_under_any_of_their_names(tmp_path, run_on
     run_on(1, save_tied, folder=tmp_path)
     assert main(["convert", "--trust", "-q", str(tmp_path), str(tmp_path / "out")]) == 0
     run_on(2, resume_tied, folder=tmp_path)
+
+
+def test_commands_for_own_checkpoints_name_the_one_that_converts_others(written, tmp_path, capsys):
+    theirs = written / "torchtitan"
+    for arguments in (["verify", theirs], ["diff", theirs, theirs], ["to-dcp", theirs, tmp_path / "out"]):
+        assert main(list(map(str, arguments))) == 2
+        error = capsys.readouterr().err
+        assert "it is a checkpoint of torchtitan" in error
+        assert error.endswith(f"Convert it first: fsdp2-strategy convert {theirs / 'step-3'} TARGET --trust\n")
+    (tmp_path / "notes.txt").touch()
+    assert main(["convert", str(tmp_path), str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "it contains notes.txt" in error and "of this package" not in error and ".metadata" in error
+
+
+def test_ls_offers_no_data_sets_or_single_ranks_and_reads_steps_only_with_trust(tmp_path, capsys):
+    torch.save({"text": ["a"]}, tmp_path / "train.pt")
+    torch.save({}, tmp_path / "rank0.pt")
+    torch.save({"model": {"weight": torch.ones(2, 2)}, "step": 7}, tmp_path / "ckpt.pt")
+    for trust, step in (((), "-"), (("--trust",), "7")):
+        assert main(["ls", *trust, str(tmp_path)]) == 0
+        _, line, *hint = capsys.readouterr().out.splitlines()
+        assert line.split()[:3] == ["-", "ckpt.pt", step] and bool(hint) == (not trust)
+    (tmp_path / "ckpt.pt").unlink()
+    assert main(["ls", str(tmp_path)]) == 2
+    assert "no checkpoint of this package or another system: it contains rank0.pt, train.pt" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_sidecars_name_the_class_and_go_into_exports_of_converted_checkpoints(written, tmp_path, capsys, caplog):
+    model, side = build("llama"), tmp_path / "side"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
+    model(input_ids=torch.ones(1, 4, dtype=torch.long), labels=torch.ones(1, 4, dtype=torch.long)).loss.backward()
+    optimizer.step()
+    source = tmp_path / "theirs"
+    source.mkdir()
+    save_file(model.state_dict(), source / "model.safetensors")
+    torch.save(optimizer.state_dict(), source / "optimizer.bin")
+    torch.save({}, source / "random_states_0.pkl")
+    command = ["convert", "--trust", "-q", str(source), str(tmp_path / "out")]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert f"{source} has no config.json" in error and "--sidecars" in error
+    model.config.save_pretrained(side)
+    side_config = json.loads((side / "config.json").read_text()) | {"architectures": ["LlamaForCausalLM"]}
+    (side / "config.json").write_text(json.dumps(side_config))
+    assert main([*command, "--sidecars", str(side)]) == 0
+    ours = tmp_path / "out/global_step1"
+    assert json.loads((ours / "model/config.json").read_text()) == side_config
+    assert main(["convert", "--trust", "-q", str(written / "nested"), str(tmp_path / "bare")]) == 0
+    with caplog.at_level("WARNING", "fsdp2_strategy"):
+        assert main(["export", str(tmp_path / "bare"), str(tmp_path / "unloadable")]) == 0
+    assert "without which from_pretrained fails. Pass --sidecars" in caplog.text
+    assert main(["export", str(tmp_path / "bare"), str(tmp_path / "model"), "--sidecars", str(side)]) == 0
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    stored = load_file(tmp_path / "bare/global_step3/model/model.safetensors")
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in loaded.state_dict().items() if name in stored)

@@ -130,7 +130,7 @@ def test_a_folder_that_is_not_empty_and_a_file_that_is_corrupt_leave_no_checkpoi
     content[-1] ^= 1
     file.write_bytes(content)
     assert main(["to-dcp", str(written / "ckpts"), str(written / "other")]) == 2
-    assert "corrupt" in capsys.readouterr().err and not list((written / "other").iterdir())
+    assert "corrupt" in capsys.readouterr().err and not (written / "other").exists()
 
 
 class Critic(nn.Module):
@@ -193,3 +193,25 @@ def test_each_of_several_models_is_an_entry(tmp_path, run_on):
         expected = build("llama", seed=seed).state_dict()
         assert state[name]["step"] == 0
         assert all(torch.equal(state[name]["model"][key], value) for key, value in expected.items())
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_schedule_of_which_only_the_position_is_known_has_what_its_program_asks_for(tmp_path):
+    model = nn.Linear(2, 2)
+    groups = [{"params": [model.weight], "lr": 0.5}, {"params": [model.bias], "lr": 0.25}]
+    optimizer = torch.optim.AdamW(groups)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    for _ in range(3):
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        schedule.step()
+    expected = schedule.state_dict()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "lr_scheduler": {"last_epoch": 3}}
+    torch.save({**state, "step": 3}, tmp_path / "ckpt_3.pt")
+    assert main(["convert", "--trust", "-q", str(tmp_path / "ckpt_3.pt"), str(tmp_path / "out")]) == 0
+    assert main(["to-dcp", "-q", str(tmp_path / "out"), str(tmp_path / "dcp")]) == 0
+    fresh = torch.optim.lr_scheduler.LambdaLR(torch.optim.AdamW(groups), lambda step: 1 / (step + 1))
+    found = {"lr_scheduler": fresh.state_dict()}
+    dcp.load(found, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert found["lr_scheduler"] == expected

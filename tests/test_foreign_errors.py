@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 
 import pytest
 import torch
@@ -94,12 +93,13 @@ def found_in(path, tag=None):
     ["snapshot.pt", "checkpoint.pth.tar", "run.pth", "my_run.pt", "llama-1b.pt", "3.pt", "e1s3", "model", "rank0.pt"],
 )
 def test_a_checkpoint_is_found_whatever_its_name(tmp_path, name):
+    tmp_path /= "run"  # the names of the tests' own folders have words that count
     save(tmp_path, name)
     foreign = found_in(tmp_path)
     assert tmp_path in (foreign.path, foreign.path.parent) and foreign == recognise(foreign.path)
     assert choose(tmp_path, any_name=True) == foreign, "the command line finds the same"
     # Without trust, a file of torch.save is none unless its name says so: a run may keep statistics there.
-    if "." in name and not re.match("checkpoint|rank", name):
+    if "." in name and not name.startswith("checkpoint"):
         assert find_checkpoint(tmp_path, None, fallback=False, trust=False) == ([], None)
         message, level = describe_fresh_start(tmp_path, trust=False)
         assert message.endswith(f"which contains {name}") and level == logging.WARNING
@@ -130,6 +130,14 @@ def test_the_newest_is_loaded_where_names_tell_and_else_none(tmp_path, names, ne
         with pytest.raises(CheckpointError, match=r"cannot choose .*names do not tell which is the newest") as error:
             found_in(tmp_path)
         assert all(name in str(error.value) for name in names)
+
+
+def test_files_of_ranks_are_one_checkpoint(tmp_path):
+    save(tmp_path, "rank0.pt", "rank1.pt")
+    assert found_in(tmp_path).kind == "a checkpoint with one file of torch.save per rank"
+    (tmp_path / "rank0.pt").rename(tmp_path / "rank3.pt")
+    with pytest.raises(CheckpointError, match="cannot choose"):
+        found_in(tmp_path)
 
 
 def test_a_path_that_misses_a_checkpoint_is_an_error(tmp_path):

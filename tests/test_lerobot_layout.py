@@ -731,7 +731,7 @@ def test_the_command_line_lists_verifies_and_exports(tmp_path, run_on):
         return status, said.getvalue()
 
     status, listed = told("ls", tmp_path / "run")
-    assert status == 0 and [line.split()[1] for line in listed.splitlines()] == ["000001", "global_step1"]
+    assert status == 0 and [line.split()[1] for line in listed.splitlines()[1:]] == ["000001", "global_step1"]
     assert told("verify", tmp_path / "run") == (
         0,
         f"{tmp_path}/run/000001: ok\n{tmp_path}/run/global_step1: ok\n",

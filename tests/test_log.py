@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import termios
+from pathlib import Path
 
 import pytest
 import torch
@@ -172,3 +173,9 @@ for step in tqdm(range(3), mininterval=0, desc="training"):
         for step in range(3):
             assert f"step {step}" in lines, lines
             assert any(re.fullmatch(rf"\d\d:\d\d:\d\d fsdp2_strategy: saved {step}", line) for line in lines), lines
+
+
+def test_the_log_of_a_configuration_shows_paths_and_large_numbers_as_one_would_write_them():
+    config = StrategyConfig(profile_dir=Path("runs/profile"), peak_flops=9.89e14, max_norm=1.0)
+    assert config.changes() == "max_norm = 1.0, profile_dir = 'runs/profile', peak_flops = 9.89e+14"
+    assert "* peak_flops" in str(config) and "PosixPath" not in str(config)

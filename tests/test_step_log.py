@@ -337,6 +337,16 @@ def test_the_line_states_recomputation_waits_and_skipped_steps():
     }  # fmt: skip
 
 
+def test_an_mfu_above_100_percent_is_warned_of_once(caplog):
+    log = step_log.StepLog("lines")
+    with caplog.at_level("WARNING", "fsdp2_strategy"):
+        for mfu in (1.0, 1.5, 2.0):
+            log.add(result_of(2, 2.0, model_flops=mfu * 8e12, hardware_flops=mfu * 8e12), "model", 4e12)
+            log.write()
+    [record] = caplog.records
+    assert "MFU is 150 %" in record.getMessage() and "4e+12 FLOP/s, is too low. Set peak_flops" in record.getMessage()
+
+
 def result_of(step, seconds, *, skipped=False, **values):
     given = {"loss": 2.0, "lr": 0.1, "grad_norm": 0.5, "tokens": 8, "samples": 4}
     given |= {"memory_allocated_bytes": 5 * 10**9, "memory_reserved_bytes": 6 * 10**9}

@@ -12,7 +12,6 @@ model's tensors in the files.
 from __future__ import annotations
 
 import copy
-import fnmatch
 import shutil
 import sys
 from collections.abc import Container, Mapping
@@ -30,6 +29,7 @@ from fsdp2_strategy.checkpoint.reader import opened_around
 from fsdp2_strategy.checkpoint.storage import LoadTargets, stored_in, targets_by_name
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.errors import CheckpointError, some
+from fsdp2_strategy.hf.copy_folder import TOKENIZER_FILES
 from fsdp2_strategy.hf.library_internals import names_not_saved
 from fsdp2_strategy.hf.load_plan import LoadReport, match_tensors
 from fsdp2_strategy.hf.mismatches import CHECKPOINT
@@ -38,33 +38,13 @@ from fsdp2_strategy.hf.peft.merge import has_adapters, is_peft_model, names_with
 from fsdp2_strategy.hf.save_plan import TensorLayout, choose_layout, tensors_to_write
 from fsdp2_strategy.hf.skeleton import copy_module_shell, meta_skeleton
 from fsdp2_strategy.hf.transformers_models import inner_model, is_transformers_model, write_configuration
-from fsdp2_strategy.hf.weights_folder import CONFIG, WeightsSource, folder_of, has_root_names, open_folder
+from fsdp2_strategy.hf.weights_folder import WeightsSource, folder_of, has_root_names, open_folder
 from fsdp2_strategy.model.fsdp_state import class_name
 from fsdp2_strategy.model.names import saved_tensors
 from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.storage.component import Component
 from fsdp2_strategy.storage.json_files import write_text
 from fsdp2_strategy.storage.regions import Region
-
-# File names of tokenizers and processors. These files are copied from the folder that a model was loaded from.
-_TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "chat_template*",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-)
-
-
-def is_sidecar_of_model(path: Path) -> bool:
-    """Return whether a file is the configuration of a model, or belongs to its tokenizer or processor."""
-    names = (*_TOKENIZER_FILES, CONFIG, "generation_config.json")
-    return any(fnmatch.fnmatchcase(path.name, name) for name in names)
 
 
 @dataclass(frozen=True)
@@ -184,7 +164,7 @@ class SidecarFiles:
             tokenizer.save_pretrained(self.folder)
         elif self.source is not None:
             opened = opened_around(self.source)
-            for file in {file for name in _TOKENIZER_FILES for file in self.source.glob(name) if file.is_file()}:
+            for file in {file for name in TOKENIZER_FILES for file in self.source.glob(name) if file.is_file()}:
                 if opened is not None and opened.lists(file):
                     (self.folder / file.name).write_bytes(opened.read(file, STATE_BYTES))
                 else:

@@ -25,9 +25,9 @@ import torch
 
 from fsdp2_strategy import sizes
 from fsdp2_strategy.checkpoint import directory
-from fsdp2_strategy.checkpoint.components import is_sidecar_of_model
 from fsdp2_strategy.checkpoint.deletion import delete_partial
 from fsdp2_strategy.checkpoint.foreign.contents import Contents, read_contents
+from fsdp2_strategy.checkpoint.foreign.export import sidecars_for
 from fsdp2_strategy.checkpoint.foreign.parameter_ids import Parameter, name_parameters, named_optimizer
 from fsdp2_strategy.checkpoint.foreign.recognise import Foreign
 from fsdp2_strategy.checkpoint.foreign.stored_optimizer import StoredOptimizer, plain
@@ -40,8 +40,7 @@ from fsdp2_strategy.checkpoint.training_state import CONVERTED_FROM, IMPLEMENTAT
 from fsdp2_strategy.distributed.progress import Progress
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.conversions import renames
-from fsdp2_strategy.hf.copy_folder import sidecars_in
-from fsdp2_strategy.hf.known_models import build_known, check_configuration
+from fsdp2_strategy.hf.known_models import build_known, check_configuration, read_configuration
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.storage.checksums import Block, blocks_of, blocks_of_file
 from fsdp2_strategy.storage.json_files import as_json, check_json, write_bytes, write_text
@@ -104,7 +103,7 @@ def convert_foreign(foreign: Foreign, target: Path, sidecars: Path | None, *, pr
     described = {name: (tensor.shape, tensor.dtype) for name, tensor in contents.weights.items()}
     if sidecars is not None:
         check_configuration(sidecars, described, str(foreign.path))
-    optimizer = _optimizer(contents)
+    optimizer = _optimizer(contents, sidecars)
     state = _state(contents, optimizer.hyper if optimizer else None)
     tag = f"global_step{contents.step}"
     nbytes = sum(map(_nbytes, [*contents.weights.values(), *(optimizer.tensors.values() if optimizer else ())]))
@@ -136,9 +135,9 @@ def _nbytes(tensor: StoredTensor) -> int:
     return torch.Size(tensor.shape).numel() * tensor.dtype.itemsize
 
 
-def _optimizer(contents: Contents) -> _Optimizer | None:
+def _optimizer(contents: Contents, sidecars: Path | None) -> _Optimizer | None:
     """Return the optimizer's state by parameter name; raise if it cannot be named, or is that of flat parameters."""
-    stored = _with_own_names(contents)
+    stored = _with_own_names(contents, sidecars)
     if stored is None:
         return None
     tensors: dict[str, StoredTensor] = {}
@@ -180,21 +179,25 @@ class _Number(StoredTensor):
     number: float
 
 
-def _with_own_names(contents: Contents) -> StoredOptimizer | None:
+def _with_own_names(contents: Contents, sidecars: Path | None) -> StoredOptimizer | None:
     """Return the optimizer with the model's own names of parameters.
 
-    The weights of a Hugging Face folder have other names and another order than the model, which its configuration
-    gives.
+    The weights of a Hugging Face folder have other names and another order than the model, which the configuration of
+    ``sidecars`` or of the folder gives.
     """
     stored = contents.optimizer
     if stored is None or not contents.has_safetensors:
         return named_optimizer(contents)
-    model = build_known(contents.folder if contents.folder.is_dir() else contents.folder.parent)
+    folder = sidecars or (contents.folder if contents.folder.is_dir() else contents.folder.parent)
+    model = build_known(folder)
     if model is None:
+        problem = f"the config.json of {folder} names no class of transformers"
+        problem = problem if read_configuration(folder) else f"{folder} has no config.json"
         raise CheckpointError(
-            f"cannot convert the optimizer of {contents.foreign.path}: its weights are in a Hugging Face folder whose "
-            "config.json names no class of transformers, expected one, which gives the names and the order of the "
-            "parameters. Load it with load_ckpt(model, ..., trust=True), and save it with save_ckpt."
+            f"cannot convert the optimizer of {contents.foreign.path}: its weights are in safetensors files, and "
+            f"{problem}, expected a class, which gives the names and the order of the parameters. Pass --sidecars with "
+            "the folder of the model's configuration; or load it with load_ckpt(model, ..., trust=True), and save it "
+            "with save_ckpt."
         )
     parameters = [Parameter(name, tuple(p.shape)) for name, p in named_parameters(model).items()]
     named = name_parameters(stored, parameters, contents.foreign.path)
@@ -272,9 +275,7 @@ def _batches(names: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> I
 
 
 def _copy_sidecars(foreign: Foreign, sidecars: Path | None, folder: Path) -> None:
-    source = foreign.path if foreign.path.is_dir() else foreign.path.parent
-    found = sidecars_in(sidecars) if sidecars is not None else filter(is_sidecar_of_model, sidecars_in(source))
-    for path in found:
+    for path in sidecars_for(foreign, sidecars):
         write_bytes(folder / path.name, path.read_bytes())
 
 

@@ -64,7 +64,10 @@ def find_checkpoint(
         return [load_dir], None
     is_in_checkpoint = is_checkpoint(load_dir.parent)  # the folder of one of several models
     if tag is None and not is_in_checkpoint and load_dir in without_manifest(load_dir.parent):
-        raise DamageError(f"cannot load {load_dir}: {problem_of(load_dir)}. Load another checkpoint.")
+        raise DamageError(
+            f"cannot load {load_dir}: {problem_of(load_dir)}. Load another checkpoint, such as the newest intact one: "
+            f"pass {load_dir.parent}, with fallback=True."
+        )
     if exists(load_dir) and (paths := _committed(load_dir, tag, fallback=fallback)):
         return paths, None
     foreign = choose(foreign_path, any_name=trust)

@@ -300,8 +300,8 @@ def problem_of(path: Path, key: bytes | None = None) -> str:
     return ""
 
 
-def describe_missing(path: Path) -> str:
-    """Describe a path that has no checkpoint: what it is, what it contains, and where there are checkpoints nearby."""
+def describe_missing(path: Path, writer: str = "of this package") -> str:
+    """Describe a path that has no checkpoint: what it is, what it contains, and where ours are nearby."""
     if not exists(path, follow_symlinks=False):
         text = f"{path} does not exist."
     elif not exists(path):
@@ -313,9 +313,10 @@ def describe_missing(path: Path) -> str:
     else:
         names = sorted(names_in(path))
         content = f"it contains {', '.join(names[:5])}{', …' if len(names) > 5 else ''}" if names else "it is empty"
-        text = f"{path} has no checkpoint of this package: {content}."
+        text = f"{path} has no checkpoint {writer}: {content}."
     nearby = checkpoints_nearby(path)
-    return f"{text} There are checkpoints in {' and in '.join(map(str, nearby[:3]))}." if nearby else text
+    own = "" if "this package" in writer else " of this package"
+    return f"{text} There are checkpoints{own} in {' and in '.join(map(str, nearby[:3]))}." if nearby else text
 
 
 def checkpoints_nearby(path: Path) -> list[Path]:

@@ -444,7 +444,7 @@ def _log_loaded(
 ) -> None:
     """Log what was loaded, what the checkpoint has in addition, and if the models are from different steps."""
     path = opened.paths.root
-    log("loaded %s (step %d)", path, of_run["step"])
+    log("loaded %s (step %d)", path.absolute(), of_run["step"])
     for name, own in request.models.items():
         of_model = opened.paths.of_model(name).state
         if own.ema is None and request.load_model and (of_model / EMA).is_dir():

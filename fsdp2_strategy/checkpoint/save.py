@@ -8,7 +8,7 @@ Each phase succeeds or raises on all ranks; see [Note: agreed errors] in `agreem
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -344,12 +344,22 @@ def _execute(plan: _SavePlan) -> None:
             if request.save_latest:
                 directory.update_latest(final)
             directory.delete_replaced(save_dir, request.tag)
-            _rotate(request, final)
-    log("saved %s", final.root)
+            log("saved %s%s", final.root, _deleted_text(request, _rotate(request, final)))
 
 
-def _rotate(request: SaveRequest, final: CheckpointPaths) -> None:
-    """Delete old checkpoints, as the limits say; rank 0 calls it. What cannot be deleted is only logged."""
+def _deleted_text(request: SaveRequest, deleted: Sequence[Path]) -> str:
+    """Return the end of the log line of a save: what rotation deletes, and why."""
+    if not deleted:
+        return ""
+    limits = f"max_num {request.max_num}" + (f", max_mem {request.max_mem:g} GB" if request.max_mem else "")
+    return f"; deleting {', '.join(path.name for path in deleted)} ({limits})"
+
+
+def _rotate(request: SaveRequest, final: CheckpointPaths) -> list[Path]:
+    """Delete old checkpoints, as the limits say, and return them; rank 0 calls it.
+
+    Failures are only logged.
+    """
     save_dir, max_num, max_mem = request.save_dir, request.max_num, request.max_mem
     leftover_bytes = directory.leftover_bytes(save_dir)
     committed = list_checkpoints(save_dir)
@@ -357,8 +367,7 @@ def _rotate(request: SaveRequest, final: CheckpointPaths) -> None:
     # Possible with save_latest=False, or if the disk was full.
     if latest_tag(save_dir) in {each.tag for each in old} and not directory.update_latest(final):
         old = [each for each in old if each.tag != latest_tag(save_dir)]
-    for path in directory.remove([checkpoint.path for checkpoint in old]):
-        log("deleting %s: the limits are max_num %s, max_mem %s GB", path, max_num, max_mem)
+    return directory.remove([checkpoint.path for checkpoint in old])
 
 
 def _create_folders(plan: _SavePlan) -> None:

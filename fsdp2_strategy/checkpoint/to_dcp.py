@@ -34,6 +34,7 @@ from fsdp2_strategy.checkpoint.paths import EMA, OPTIMIZER
 from fsdp2_strategy.checkpoint.reader import Opened
 from fsdp2_strategy.checkpoint.storage import convert_dcp_errors, stored_in
 from fsdp2_strategy.checkpoint.stored_model import read_region, stored_model
+from fsdp2_strategy.checkpoint.training_state import POSITION, has_position_only
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.storage.json_values import from_json_values
 from fsdp2_strategy.storage.regions import Region
@@ -164,7 +165,7 @@ def _content_of_model(opened: Opened, model: str, of_model: Mapping[str, Any], s
     if hyper:
         content["optimizer"] = _optimizer(opened, model, hyper, stored.regions, state)
     if of_model["scheduler"]:
-        content["lr_scheduler"] = from_json_values(of_model["scheduler"])
+        content["lr_scheduler"] = _schedule(of_model["scheduler"], hyper)
     averages = stored_in(paths.state / EMA, opened.paths)
     if averages:
         content[EMA] = {n: state.add(n, Region.of(entry, entry.shape, entry.dtype)) for n, entry in averages.items()}
@@ -195,6 +196,29 @@ def _optimizer(
     }
     nested = [{"params": names, **group} for names, group in zip(in_group, groups, strict=True)]
     return {"state": of_parameters, "param_groups": nested, **flat}
+
+
+def _schedule(coded: Mapping[str, Any], hyper: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the state dict of a schedule; of one that has only its position, also what the optimizer's groups give.
+
+    Then it has all entries of a `LambdaLR` whose functions have no state. The entries of other schedules, such as the
+    ``T_max`` of a cosine, are settings that the program passes to the constructor.
+    """
+    state: dict[str, Any] = from_json_values(dict(coded))
+    if not has_position_only(state) or not hyper:
+        return state
+    groups = [_settings(each) for each in hyper["settings"]]
+    if any("lr" not in group for group in groups):
+        return state
+    return {
+        **state,
+        "base_lrs": [group["initial_lr"] for group in groups],
+        "_last_lr": [group["lr"] for group in groups],
+        "_step_count": state[POSITION] + 1,
+        "_is_initial": False,
+        "_get_lr_called_within_step": False,
+        "lr_lambdas": [None] * len(groups),
+    }
 
 
 def _fill(of_parameters: Mapping[str, dict[str, Any]], regions: Mapping[str, Region], state: DcpState) -> None:

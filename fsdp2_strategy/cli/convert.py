@@ -35,6 +35,6 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
     output.values.append(facts | {"parts": contents.describe(), "not_converted": list(contents.others)})
     output.line(f"converted {foreign.path}, {foreign.kind}, to {result.path}: {contents.describe()}")
     if contents.others:
-        output.line(f"not converted: {some(contents.others, 'entry')}")
+        output.line(f"not converted: {some(contents.others, 'value')}")
     output.line(f"resume with load_ckpt(model, {str(parsed.output)!r})")
     return 0

@@ -1,13 +1,14 @@
 """Compare the tensors of two checkpoints, the command ``diff``.
 
-Input: two checkpoints. Output: the tensors that only one of them has, and those whose shape, dtype or values differ.
+Input: two checkpoints. Output: a summary; then the tensors that only one of them has or whose shape differs, and those
+whose dtype or values differ, the largest relative difference first.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,34 +32,33 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
     read = partial(opened_with_headers, key=key_of(parsed.key_file))
     a, b = (read_newest(path, None, read) for path in (parsed.a, parsed.b))
     tensors_a, tensors_b = _tensors(a), _tensors(b)
-    equal = differing = 0
+    differing: list[_Differing] = []
     shared = [name for name in tensors_a if name in tensors_b]
     progress = 0 if output.is_quiet else sum(tensors_a[name].nbytes + tensors_b[name].nbytes for name in shared)
+    names = sorted({*tensors_a, *tensors_b})
     with Reader("comparing", a.checksums, progress) as reader_a, Reader("comparing", b.checksums, 0) as reader_b:
-        for name in sorted({*tensors_a, *tensors_b}):
+        for name in names:
             one, other = tensors_a.get(name), tensors_b.get(name)
-            facts: dict[str, Any]
             if one is None or other is None:
                 only = "b" if one is None else "a"
-                facts, text = {"only_in": only}, f"only in {getattr(parsed, only)}"
+                differing.append(_Differing(name, {"only_in": only}, f"only in {getattr(parsed, only)}"))
             elif one.shape != other.shape:
                 shapes = [list(one.shape), list(other.shape)]
-                facts, text = {"shapes": shapes}, f"shape {shapes[0]} and {shapes[1]}"
+                differing.append(_Differing(name, {"shapes": shapes}, f"shape {shapes[0]} and {shapes[1]}"))
             else:
                 difference = _compare(reader_a, one, reader_b, other)
                 if not difference.elements and one.dtype == other.dtype:
-                    equal += 1
                     continue
                 dtypes = [dtype_text(entry.dtype) for entry in (one, other)]
                 cast = f"{dtypes[0]} and {dtypes[1]}, " if dtypes[0] != dtypes[1] else ""
-                facts, text = {"dtypes": dtypes, **vars(difference)}, f"{cast}{difference}"
-            differing += 1
-            output.values.append({"name": name, **facts})
-            output.line(f"{name}: {text}", is_problem=True)
-            if output.is_closed and not output.as_json:
-                return 1  # nobody reads the rest, and it cannot change the status
-    output.line(f"{counted(equal, 'tensor')} equal, {differing:,} different")
-    return int(differing > 0)
+                facts = {"dtypes": dtypes, **vars(difference)}
+                differing.append(_Differing(name, facts, f"{cast}{difference}", difference))
+    differing.sort(key=lambda each: -each.difference.relative_norm if each.difference else -math.inf)
+    output.line(_summary(len(names) - len(differing), differing), is_problem=bool(differing))
+    for each in differing:
+        output.values.append({"name": each.name, **each.facts})
+        output.line(f"{each.name}: {each.text}", is_problem=True)
+    return int(bool(differing))
 
 
 @dataclass
@@ -79,6 +79,32 @@ class _Difference:
             f"{counted(self.elements, 'element')} different, by at most {self.max_abs:.3g}; "
             f"relative norm of the difference {self.relative_norm:.3g}"
         )
+
+
+@dataclass
+class _Differing:
+    """A tensor that differs."""
+
+    name: str
+    facts: dict[str, Any]
+    """For the JSON document."""
+    text: str
+    difference: _Difference | None = None
+    """None if the values cannot be compared."""
+
+
+def _summary(equal: int, differing: Sequence[_Differing]) -> str:
+    """Return the number of equal and different tensors, and where the largest differences are."""
+    text = f"{counted(equal, 'tensor')} equal, {len(differing):,} different"
+    compared = [(each.difference, each.name) for each in differing if each.difference and each.difference.elements]
+    if not compared:
+        return text
+    absolute, name_a = max(compared, key=lambda pair: pair[0].max_abs)
+    relative, name_r = max(compared, key=lambda pair: pair[0].relative_norm)
+    return (
+        f"{text}; largest difference {absolute.max_abs:.3g}, in {name_a}; largest relative norm of a difference "
+        f"{relative.relative_norm:.3g}, in {name_r}"
+    )
 
 
 def _tensors(opened: Opened) -> dict[str, Entry]:

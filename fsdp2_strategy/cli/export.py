@@ -6,6 +6,7 @@ Input: a checkpoint of this package or of another system. Output: a folder for `
 from __future__ import annotations
 
 import argparse
+import logging
 
 import torch
 
@@ -18,9 +19,11 @@ from fsdp2_strategy.checkpoint.storage import stored_in
 from fsdp2_strategy.cli.foreign import newest_foreign
 from fsdp2_strategy.cli.found import key_of, newest_at
 from fsdp2_strategy.cli.output import Output
-from fsdp2_strategy.distributed.log import show_log
+from fsdp2_strategy.distributed.log import log, show_log
 from fsdp2_strategy.errors import CheckpointError, did_you_mean, dtype_text
-from fsdp2_strategy.hf.copy_folder import copy_folder
+from fsdp2_strategy.hf.copy_folder import copy_folder, sidecars_in
+from fsdp2_strategy.hf.known_models import check_configuration
+from fsdp2_strategy.hf.weights_folder import CONFIG
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -45,12 +48,17 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
         if parsed.merge_adapters:
             export_merged(opened, paths, parsed.output, dtype, parsed.sidecars, progress=not output.is_quiet)
         else:
+            if parsed.sidecars is not None:
+                stored = stored_in(paths.model, opened.paths).items()
+                described = {name: (entry.shape, entry.dtype) for name, entry in stored}
+                check_configuration(parsed.sidecars, described, str(path))
             copy_folder(
                 paths.model,
                 parsed.output,
                 dtype,
                 opened.checksums,
                 listed={opened.paths.root / name for name in opened.manifest["files"]},
+                replacements=sidecars_in(parsed.sidecars) if parsed.sidecars is not None else (),
                 progress=not output.is_quiet,
             )
     else:
@@ -62,6 +70,12 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
         foreign = newest_foreign(parsed.path, parsed.tag, "export", trust=parsed.trust)
         path = foreign.path
         export_foreign(foreign, parsed.output, dtype, parsed.sidecars)
+    if not (parsed.output / CONFIG).is_file():
+        message = (
+            "%s has no %s, without which from_pretrained fails. Pass --sidecars with the folder of the model's "
+            "configuration and tokenizer."
+        )
+        log(message, parsed.output, CONFIG, level=logging.WARNING)
     output.values.append({"path": str(path), "output": str(parsed.output), "dtype": dtype and dtype_text(dtype)})
     output.line(f"exported {path} to {parsed.output}")
     return 0

@@ -12,27 +12,41 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from fsdp2_strategy.checkpoint.foreign.recognise import Foreign, choose, recognise
+from fsdp2_strategy.checkpoint.foreign.folders import RUN_FILE
+from fsdp2_strategy.checkpoint.foreign.recognise import (
+    Foreign,
+    choose,
+    describe_contents,
+    newest_in,
+    recognise,
+)
 from fsdp2_strategy.checkpoint.listing import describe_missing, is_checkpoint
 from fsdp2_strategy.checkpoint.paths import exists, is_directory, names_in
 from fsdp2_strategy.cli.output import time_text
-from fsdp2_strategy.errors import CheckpointError, size_text
+from fsdp2_strategy.errors import CheckpointError
 
 _ENDINGS = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
+ANY_SYSTEM = "of this package or another system"
+_LOOKED_FOR = (
+    "Looked for a folder of torch.distributed.checkpoint (.metadata, *.distcp), files of "
+    "torch.save (such as model.pt and optimizer.pt, ckpt_100.pt, or one per rank), a folder of accelerate, of "
+    "transformers' Trainer, of Lightning, verl or prime-rl, or a Hugging Face folder; or a directory of these."
+)
 
 
 def foreign_at(path: Path, known: Collection[Path]) -> tuple[list[Foreign], dict[Path, str]]:
     """Find the checkpoints of other systems at a path, else those among a directory's entries.
 
     Returns:
-        The checkpoints, by step; and why others cannot be used, by path. Those in ``known`` are ours.
+        The checkpoints, by step; and why others cannot be used, by path. Those in ``known`` are ours. Of the files in
+        a directory, only those with the name of a checkpoint count: ``train.pt`` may be a data set.
     """
     found: list[Foreign] = []
     problems: dict[Path, str] = {}
     if path in known or is_checkpoint(path):
         return found, problems
     entries = [path / name for name in sorted(names_in(path)) if not name.startswith(".")]
-    for each in [path, *(entry for entry in entries if is_directory(entry) or entry.suffix in _ENDINGS)]:
+    for each in [path, *(entry for entry in entries if is_directory(entry) or _may_be_checkpoint(entry.name))]:
         if each in known or is_checkpoint(each):
             continue
         try:
@@ -49,9 +63,14 @@ def foreign_at(path: Path, known: Collection[Path]) -> tuple[list[Foreign], dict
 
 def newest_foreign(path: Path, tag: str | None, action: str, *, trust: bool) -> Foreign:
     """Return the checkpoint of another system at a path, or the newest in a directory; raise if it may not be read."""
-    foreign = choose(path if tag is None else path / tag, any_name=True)
+    path = path if tag is None else path / tag
+    foreign = choose(path, any_name=True)
     if foreign is None:
-        raise CheckpointError(f"no checkpoint to {action}: {describe_missing(path)}")
+        if content := describe_contents(path):
+            raise CheckpointError(f"no checkpoint to {action}: {content}")
+        if action != "convert":
+            raise CheckpointError(f"no checkpoint to {action}: {describe_missing(path, ANY_SYSTEM)}")
+        raise CheckpointError(f"no checkpoint to convert: {describe_missing(path, 'of another system')} {_LOOKED_FOR}")
     if foreign.needs_trust and not trust:
         raise CheckpointError(
             f"cannot {action} {foreign.path}: it is {foreign.kind}, and it contains pickles, which can run any code "
@@ -60,31 +79,38 @@ def newest_foreign(path: Path, tag: str | None, action: str, *, trust: bool) -> 
     return foreign
 
 
+def no_own_checkpoint(path: Path) -> CheckpointError:
+    """Return the error that a path has no checkpoint of this package; it names the command that converts another's."""
+    if (foreign := newest_in(path)) is not None:
+        return CheckpointError(
+            f"cannot read {foreign.path}: it is {foreign.kind}, expected a checkpoint of this package. Convert it "
+            f"first: {convert_command(foreign)}"
+        )
+    return CheckpointError(f"no checkpoint to read: {describe_missing(path)}")
+
+
 def facts_of(foreign: Foreign) -> dict[str, Any]:
     """Return what names, sizes and JSON tell about a checkpoint."""
-    saved = max((each.stat().st_mtime for each in _files_of(foreign) if exists(each)), default=0.0)
+    modified = max((each.stat().st_mtime for each in _files_of(foreign) if exists(each)), default=0.0)
     return {
         "path": str(foreign.path),
         "written_by": foreign.kind,
         "step": foreign.named_step,
         "bytes": sum(each.stat().st_size for each in _files_of(foreign) if exists(each)),
-        "saved": time_text(saved),
+        "modified": time_text(modified),
         "needs_trust": foreign.needs_trust,
         "convert": convert_command(foreign),
     }
-
-
-def line_for(facts: dict[str, Any]) -> str:
-    """Return the line of ``ls`` for a checkpoint of another system."""
-    step = "unknown" if facts["step"] is None else facts["step"]
-    size, name = size_text(facts["bytes"]), Path(facts["path"]).name
-    return f"   -  {name:<24} step {step:<8} {size:>12}  {facts['saved']}  {facts['written_by']}: {facts['convert']}"
 
 
 def convert_command(foreign: Foreign) -> str:
     """Return the command that converts a checkpoint."""
     trust = " --trust" if foreign.needs_trust else ""
     return f"fsdp2-strategy convert {shlex.quote(str(foreign.path))} TARGET{trust}"
+
+
+def _may_be_checkpoint(name: str) -> bool:
+    return name.endswith(_ENDINGS) and RUN_FILE.search(name) is not None
 
 
 def _files_of(foreign: Foreign) -> Iterator[Path]:

@@ -13,7 +13,6 @@ from typing import TypeVar
 from fsdp2_strategy.checkpoint.listing import (
     Checkpoint,
     checkpoints_with_manifest,
-    describe_missing,
     extra_entries,
     is_checkpoint,
     problem_of,
@@ -23,6 +22,7 @@ from fsdp2_strategy.checkpoint.listing import (
 )
 from fsdp2_strategy.checkpoint.paths import EMA, OPTIMIZER, TRAINABLE, WRAPPER, CheckpointPaths, exists
 from fsdp2_strategy.checkpoint.signature import read_key
+from fsdp2_strategy.cli.foreign import no_own_checkpoint
 from fsdp2_strategy.errors import CheckpointError, did_you_mean
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ def checkpoints_at(path: Path, key_file: Path | None = None, *, may_be_empty: bo
             break
     found = [each for each in found if exists(each[0])]
     if not found and not may_be_empty:
-        raise CheckpointError(f"no checkpoint to read: {describe_missing(path)}")
+        raise no_own_checkpoint(path)
     return found
 
 
@@ -101,5 +101,5 @@ def newest_at(path: Path, tag: str | None = None) -> Path:
         if tags:
             raise CheckpointError(f"no checkpoint {tag!r} in {path}, expected one of {tags}.{did_you_mean(tag, tags)}")
     if not committed:
-        raise CheckpointError(f"no checkpoint to read: {describe_missing(path)}")
+        raise no_own_checkpoint(path if tag is None else path / tag)
     return committed[-1 if tag is None else tags.index(tag)].path

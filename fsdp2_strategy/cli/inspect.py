@@ -1,7 +1,7 @@
 """Print the content of a checkpoint, the command ``inspect``.
 
-Input: a checkpoint. Output: a summary (writer, step, date, tensors, parameters, bytes by dtype, components), then
-optimizer, schedule, data position and client state; on request the name, dtype and shape of each tensor.
+Input: a checkpoint. Output: a summary (writer, step, size, tensors, parameters, bytes by dtype, components), then
+optimizer, schedule, data position and client state; on request the name, dtype and shape of each tensor instead.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from fsdp2_strategy.checkpoint.listing import extra_entries, models_in, read_che
 from fsdp2_strategy.checkpoint.paths import EMA, OPTIMIZER, CheckpointPaths
 from fsdp2_strategy.checkpoint.reader import Opened, opened_with_headers
 from fsdp2_strategy.checkpoint.storage import stored_in
+from fsdp2_strategy.checkpoint.training_state import CONVERTED_FROM
 from fsdp2_strategy.cli.found import components_in, key_of, read_newest
 from fsdp2_strategy.cli.inspect_foreign import inspect_foreign, is_of_another_system
-from fsdp2_strategy.cli.output import Output, line_of, time_text
+from fsdp2_strategy.cli.output import Output, line_of, text_of_fact, time_text, to_minutes
 from fsdp2_strategy.errors import counted, dtype_text, size_text
 from fsdp2_strategy.storage.safetensors_format import Entry
 
 _LAYOUTS = {"own": "fsdp2_strategy", "lerobot": "LeRobot", "trainer": "transformers Trainer"}
 _OWN = "fsdp2_strategy"
 _IN_SUMMARY = {
-    *("path", "written_by", "converted_from", "step", "saved", "ranks", "shard_size"),
+    *("path", "written_by", "converted_from", "step", "bytes", "modified", "ranks", "shard_size"),
     *("tensor_count", "parameters", "bytes_by_dtype", "components"),
 }
 """Facts that the first lines of the text contain."""
@@ -45,9 +46,12 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
         facts["models"] = {name: _of_model(opened, name) for name in models}
     facts["components"] = {name: _totals(entries) for name, entries in components.items()}
     output.values.append(facts | {"tensors": {name: _listed(entries) for name, entries in components.items()}})
-    _print_summary(facts, output)
-    _print_details(facts, output)
-    for name, entries in components.items() if parsed.tensors is not None else ():
+    if parsed.tensors is None:
+        _print_summary(facts, output)
+        _print_details(facts, output)
+        return 0
+    output.line(facts["path"])
+    for name, entries in components.items():
         listed = [entry for entry in entries.values() if fnmatch.fnmatchcase(entry.name, parsed.tensors)]
         output.line(f"\n{name}: {counted(len(listed), 'tensor')}")
         for entry in listed:
@@ -72,10 +76,10 @@ def _print_summary(facts: Mapping[str, Any], output: Output) -> None:
     output.line(facts["path"])
     source = f", converted from {facts['converted_from']}" if facts["converted_from"] else ""
     output.line(line_of("written by", facts["written_by"] + source))
-    shards = f", each parameter split over {facts['shard_size']}" if facts["shard_size"] else ""
-    output.line(
-        line_of("step", f"{facts['step']}, saved {facts['saved']} on {counted(facts['ranks'], 'rank')}{shards}")
-    )
+    shards = f", each parameter split over {facts['shard_size']}" if (facts["shard_size"] or 1) > 1 else ""
+    ranks = "" if facts["converted_from"] else f", saved on {counted(facts['ranks'], 'rank')}{shards}"
+    output.line(line_of("step", f"{facts['step']}{ranks}"))
+    output.line(line_of("files", f"{size_text(facts['bytes'])}, modified {to_minutes(facts['modified'])}"))
     in_dtypes = ", ".join(f"{size_text(size)} {dtype}" for dtype, size in facts["bytes_by_dtype"].items())
     parameters = counted(facts["parameters"], "parameter")
     output.line(line_of("content", f"{parameters} in {counted(facts['tensor_count'], 'tensor')}: {in_dtypes}"))
@@ -86,14 +90,16 @@ def _print_summary(facts: Mapping[str, Any], output: Output) -> None:
 
 
 def _print_details(facts: Mapping[str, Any], output: Output) -> None:
+    """Print the facts that the summary does not have, except for empty ones."""
     for name, value in facts.items():
         if name == "models":
             output.line(line_of(name, ", ".join(value)))
             for model, its_facts in value.items():
                 for fact, its_value in its_facts.items():
-                    output.line(f"  {model} {fact.replace('_', ' '):<14} {_text(its_value)}")
-        elif name not in _IN_SUMMARY:
-            output.line(line_of(name.replace("_", " "), _text(value)))
+                    if text := text_of_fact(fact, its_value):
+                        output.line(f"  {model} {fact.replace('_', ' '):<14} {text}")
+        elif name not in _IN_SUMMARY and (text := text_of_fact(name, value)):
+            output.line(line_of(name.replace("_", " "), text))
 
 
 def _read(path: Path, key: bytes | None) -> tuple[Opened, dict[str, Any], dict[str, dict[str, Entry]]]:
@@ -126,8 +132,8 @@ def _facts(path: Path, manifest: Mapping[str, Any], state: Mapping[str, Any]) ->
     return {
         "path": str(path),
         "written_by": " ".join([_OWN, *filter(None, [versions.get(_OWN)])]),
-        "converted_from": state.get("converted_from"),
-        "saved": time_text(CheckpointPaths.found_in(path).manifest.stat().st_mtime),
+        "converted_from": state.get(CONVERTED_FROM),
+        "modified": time_text(CheckpointPaths.found_in(path).manifest.stat().st_mtime),
         "step": checkpoint.step,
         "sequence": checkpoint.sequence,
         "layout": _LAYOUTS[CheckpointPaths.found_in(path).kind],
@@ -137,7 +143,7 @@ def _facts(path: Path, manifest: Mapping[str, Any], state: Mapping[str, Any]) ->
         "protected": checkpoint.protected,
         "metric": checkpoint.metric,
         "versions": state.get("versions"),
-        "seed": state.get("seed"),
+        "seed": None if state.get(CONVERTED_FROM) else state.get("seed"),  # that of a conversion is a constant
         **_training_state(state),
         "data_position": data and data.get("state", {"saved by": f"{data.get('ranks')} ranks, one state per rank"}),
         "client_state": state.get("client_state"),
@@ -163,28 +169,3 @@ def _listed(entries: Mapping[str, Entry]) -> list[dict[str, Any]]:
         {"name": e.name, "dtype": dtype_text(e.dtype), "shape": list(e.shape), "file": e.path.name}
         for e in entries.values()
     ]
-
-
-def _text(value: object) -> str:
-    """Return a value on one line; mappings as ``key=value``."""
-    if isinstance(value, Mapping):
-        return _entries(value, _MAX_LEVELS) or "-"
-    return "-" if value is None else _inner_text(value, _MAX_LEVELS)
-
-
-_MAX_LEVELS = 20
-"""Maximum nesting of lists and mappings that are printed in full."""
-
-
-def _entries(value: Mapping[Any, Any], levels: int) -> str:
-    return ", ".join(f"{key}={_inner_text(inner, levels)}" for key, inner in value.items())
-
-
-def _inner_text(value: object, levels: int) -> str:
-    if isinstance(value, Mapping | list) and not levels:
-        return "…"
-    if isinstance(value, Mapping):
-        return f"{{{_entries(value, levels - 1) or '-'}}}"
-    if isinstance(value, list):
-        return f"[{', '.join(_inner_text(inner, levels - 1) for inner in value)}]"
-    return str(value)

@@ -1,21 +1,23 @@
 """List the checkpoints of a directory, the command ``ls``; this module does not import torch.
 
-Input: a directory. Output: one line for each checkpoint, with the reason if it is unusable, or with the command that
-converts it if another system wrote it.
+Input: a directory. Output: a table with one line for each checkpoint, with the reason if it is unusable, or with the
+command that converts it if another system wrote it.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fsdp2_strategy.checkpoint.listing import Checkpoint
+from fsdp2_strategy.checkpoint.foreign.sources import Foreign
+from fsdp2_strategy.checkpoint.listing import Checkpoint, describe_missing
 from fsdp2_strategy.checkpoint.paths import TRAINABLE, CheckpointPaths, exists, is_directory
-from fsdp2_strategy.cli.foreign import facts_of, foreign_at, line_for
+from fsdp2_strategy.cli.foreign import ANY_SYSTEM, facts_of, foreign_at
 from fsdp2_strategy.cli.found import checkpoints_at, extra_in, extra_text
-from fsdp2_strategy.cli.output import Output, time_text
-from fsdp2_strategy.errors import size_text
+from fsdp2_strategy.cli.output import Output, time_text, to_minutes
+from fsdp2_strategy.errors import CheckpointError, size_text
 
 
 def run(parsed: argparse.Namespace, output: Output) -> int:
@@ -23,29 +25,61 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
     status = 0
     own = checkpoints_at(parsed.path, parsed.key_file, may_be_empty=True)
     others, problems = foreign_at(parsed.path, [path for path, _, _ in own])
-    own = own if others or problems else checkpoints_at(parsed.path, parsed.key_file)
+    if not own and not others and not problems:
+        raise CheckpointError(f"no checkpoint to list: {describe_missing(parsed.path, ANY_SYSTEM)}")
+    output.line(_row("seq", "checkpoint", "step", "size", "modified", ""))
     for path, checkpoint, problem in own:
-        saved = _saved(path)
-        if saved is None and not exists(path):
+        modified = _modified(path)
+        if modified is None and not exists(path):
             continue  # a run has deleted it meanwhile
         extra = extra_in(path) if checkpoint is not None else []
-        output.values.append(_entry(path, checkpoint, problem, saved or 0) | {"extra": extra})
-        if checkpoint is None:
-            output.line(f"   -  {path.name:<24} UNUSABLE: {problem}", is_problem=True)
-        else:
-            output.line(_line(checkpoint, problem, saved or 0) + extra_text(extra), is_problem=bool(problem))
+        entry = _entry(path, checkpoint, problem, modified or 0) | {"extra": extra}
+        output.values.append(entry)
+        notes = (", ".join(_notes(checkpoint, problem)) + extra_text(extra)).strip()
+        output.line(_row_of(entry, path.name, notes), is_problem=bool(problem))
         status |= bool(problem)
+    has_unread = False
     for foreign in others:
         facts = facts_of(foreign)
+        if facts["step"] is None and parsed.trust:
+            try:
+                facts["step"] = _step_in(foreign)
+            except CheckpointError as error:
+                problems[foreign.path] = str(error)
+                continue
+        has_unread |= facts["step"] is None and foreign.needs_trust and not parsed.trust
         output.values.append(facts)
-        output.line(line_for(facts))
+        output.line(_row_of(facts, foreign.path.name, f"{facts['written_by']}: {facts['convert']}"))
     for path, problem in problems.items():
         output.values.append({"path": str(path), "problem": problem})
-        output.line(f"   -  {path.name:<24} UNUSABLE: {problem}", is_problem=True)
+        output.line(_row_of({}, path.name, f"UNUSABLE: {problem}"), is_problem=True)
+    if has_unread:
+        output.line("Names do not tell a step that is -. Pass --trust to read it from pickles, which can run any code.")
     return status or int(bool(problems))
 
 
-def _entry(path: Path, checkpoint: Checkpoint | None, problem: str, saved: float) -> dict[str, Any]:
+def _row(*columns: object) -> str:
+    """Return a line of the table: sequence number, name, step, size, time, notes."""
+    return "{:>4}  {:<24} {:>9} {:>9}  {:<16}  {}".format(*columns).rstrip()
+
+
+def _row_of(entry: Mapping[str, Any], name: str, notes: str) -> str:
+    if "bytes" not in entry:
+        return f"   -  {name:<24} {notes}"
+    sequence, step = (entry[key] if entry.get(key) is not None else "-" for key in ("sequence", "step"))
+    tag = entry.get("tag", name)
+    return _row(sequence, tag, step, size_text(entry["bytes"]), to_minutes(entry["modified"]), notes)
+
+
+def _step_in(foreign: Foreign) -> int | None:
+    """Return the step that the content of a checkpoint tells; None if it does not."""
+    from fsdp2_strategy.checkpoint.foreign.contents import read_contents  # noqa: PLC0415  imports torch
+
+    contents = read_contents(foreign)
+    return contents.step if contents.is_step_recorded else None
+
+
+def _entry(path: Path, checkpoint: Checkpoint | None, problem: str, modified: float) -> dict[str, Any]:
     tag = path.name if checkpoint is None else checkpoint.tag
     entry: dict[str, Any] = {"path": str(path), "tag": tag, "problem": problem or None}
     if checkpoint is not None:
@@ -53,7 +87,7 @@ def _entry(path: Path, checkpoint: Checkpoint | None, problem: str, saved: float
             "sequence": checkpoint.sequence,
             "step": checkpoint.step,
             "bytes": checkpoint.total_bytes,
-            "saved": time_text(saved, "%Y-%m-%dT%H:%M:%S%z"),
+            "modified": time_text(modified),
             "protected": checkpoint.protected,
             "metric": checkpoint.metric,
             "higher_is_better": checkpoint.higher_is_better,
@@ -63,23 +97,21 @@ def _entry(path: Path, checkpoint: Checkpoint | None, problem: str, saved: float
     return entry
 
 
-def _line(checkpoint: Checkpoint, problem: str, saved: float) -> str:
-    date = time_text(saved)
+def _notes(checkpoint: Checkpoint | None, problem: str) -> list[str]:
+    """Return the notes on a checkpoint of this package."""
+    unusable = [f"UNUSABLE: {problem}"] if problem else []
+    if checkpoint is None:
+        return unusable
     notes = ["protected"] if checkpoint.protected else []
     notes += [f"models {', '.join(checkpoint.models)}"] if checkpoint.models else []
     notes += ["copied or renamed"] if checkpoint.is_copy else []
     notes += ["trainable weights only"] if _is_only_trainable(checkpoint) else []
     notes += [f"metric {checkpoint.metric:g}"] if checkpoint.metric is not None else []
-    notes += [f"UNUSABLE: {problem}"] if problem else []
-    size = size_text(checkpoint.total_bytes)
-    return (
-        f"{checkpoint.sequence:>4}  {checkpoint.tag:<24} step {checkpoint.step:<8} {size:>12}  {date}"
-        f"{'  ' + ', '.join(notes) if notes else ''}"
-    )
+    return [*notes, *unusable]
 
 
-def _saved(path: Path) -> float | None:
-    """Return the time when a checkpoint was saved; None if it has no manifest."""
+def _modified(path: Path) -> float | None:
+    """Return when the manifest of a checkpoint was written, or copied; None if there is none."""
     try:
         return CheckpointPaths.found_in(path).manifest.stat().st_mtime
     except OSError:

@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,8 +39,8 @@ class Output:
 
     def finish(self) -> None:
         """Write the JSON document, and flush."""
-        document = _encodable(json.dumps(self.values, indent=2, ensure_ascii=False)) + "\n" if self.as_json else ""
-        self._write(document, is_last=True)
+        text = json.dumps(self.values, indent=2, ensure_ascii=False, default=str) + "\n" if self.as_json else ""
+        self._write(_encodable(text), is_last=True)
 
     def _write(self, text: str, *, is_last: bool = False) -> None:
         try:
@@ -61,12 +62,61 @@ def line_of(name: str, text: str) -> str:
     return f"{name:<16} {text}"
 
 
-def time_text(seconds: float, form: str = "%Y-%m-%d %H:%M") -> str:
-    """Return a local time as text; "unknown" after the year 9999."""
+def time_text(seconds: float) -> str:
+    """Return a local time in the format of ISO 8601; "unknown" after the year 9999."""
     try:
-        return time.strftime(form, time.localtime(seconds))
+        return time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(seconds))
     except (OverflowError, ValueError):
         return "unknown"
+
+
+def to_minutes(text: str) -> str:
+    """Return a time of `time_text` for a table, without seconds."""
+    return text[: len("2026-01-01T00:00")].replace("T", " ")
+
+
+def text_of_fact(name: str, value: object) -> str:
+    """Return a fact on one line; "" if it is empty, or says that there is nothing."""
+    if isinstance(value, bool):
+        return "yes" if value else ""
+    if isinstance(value, list) and all(isinstance(each, str) for each in value):
+        return ", ".join(value)
+    return _value_text(value, _INTERNAL.get(name, ()))
+
+
+_INTERNAL = {
+    "scheduler": {"_is_initial", "_initial_step", "_get_lr_called_within_step", "_step_count", "verbose"},
+    "data_position": {"anchor"},
+}
+"""Entries of facts that say nothing about a run."""
+
+
+def _value_text(value: object, hidden: Collection[str]) -> str:
+    """Return a value on one line; mappings as ``key=value``, without ``hidden`` keys and empty values."""
+    if isinstance(value, Mapping):
+        return _entries(value, hidden, _MAX_LEVELS)
+    return _inner_text(value, hidden, _MAX_LEVELS)
+
+
+_MAX_LEVELS = 20
+"""Maximum nesting of lists and mappings that are printed in full."""
+
+
+def _entries(value: Mapping[Any, Any], hidden: Collection[str], levels: int) -> str:
+    texts = {key: _inner_text(inner, hidden, levels) for key, inner in value.items() if key not in hidden}
+    return ", ".join(f"{key}={text}" for key, text in texts.items() if text)
+
+
+def _inner_text(value: object, hidden: Collection[str], levels: int) -> str:
+    if isinstance(value, Mapping | list | tuple) and not levels:
+        return "…"
+    if isinstance(value, Mapping):
+        text = _entries(value, hidden, levels - 1)
+        return f"{{{text}}}" if text else ""
+    if isinstance(value, list | tuple):
+        texts = [_inner_text(inner, hidden, levels - 1) for inner in value]
+        return f"[{', '.join(text or '-' for text in texts)}]" if any(texts) else ""
+    return "" if value is None else str(value)
 
 
 def _encodable(text: str) -> str:

@@ -58,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command = _add(commands, "ls", "list the checkpoints of a directory, oldest first, and the unusable ones")
     command.add_argument("path", type=_path, help=_PATH)
+    command.add_argument("--trust", action="store_true", help="read the steps that are in other systems' pickles")
     command = _add(commands, "verify", "read every byte of a checkpoint and compare it with its checksums")
     command.add_argument("path", type=_path, help=f"{_PATH}; all checkpoints of a directory are verified")
     command = _add(
@@ -65,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("path", type=_path, help=f"{_PATH}; the newest checkpoint of a directory is printed")
     command.add_argument("--tag", help="name of the checkpoint in the directory; by default the newest")
-    text = "also print each tensor, or only those whose names match, such as --tensors '*norm*'"
+    text = "print each tensor instead, or only those whose names match, such as --tensors '*norm*'"
     command.add_argument("--trust", action="store_true", help="unpickle the files of another system's checkpoint")
     command.add_argument("--tensors", nargs="?", const="*", metavar="GLOB", help=text)
     command = _add(commands, "diff", "compare the tensors of two checkpoints, and print which differ and by how much")
@@ -83,7 +84,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--merge-adapters", action="store_true", help="merge LoRA adapters into the weights")
     command.add_argument("--trust", action="store_true", help="unpickle files of other systems (.distcp, .pt, .bin)")
-    text = "folder to copy configuration and tokenizer from, for such files; or that has the adapters' configuration"
+    text = (
+        "folder to copy configuration and tokenizer from, by default the checkpoint; with --merge-adapters, folder of "
+        "the adapters' configuration"
+    )
     command.add_argument("--sidecars", type=_path, metavar="DIR", help=text)
     command = _add(commands, "convert", "make a checkpoint of this package from one of another system, without a GPU")
     text = "the checkpoint, or a directory with checkpoints, of which the newest is converted"
@@ -91,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("output", metavar="target", type=_path, help="the directory to create, for load_ckpt")
     command.add_argument("--tag", help="name of the checkpoint in the directory; by default the newest")
     command.add_argument("--trust", action="store_true", help="unpickle its files, which can run any code")
-    text = "folder to copy configuration and tokenizer from; by default those of the source"
+    text = "folder to copy configuration and tokenizer from, by default the source; its config.json names the class"
     command.add_argument("--sidecars", type=_path, metavar="DIR", help=text)
     command = _add(commands, "to-dcp", "write a checkpoint for plain torch.distributed.checkpoint, without a GPU")
     command.add_argument("path", type=_path, help=f"{_PATH}; the newest checkpoint of a directory is written")

@@ -55,6 +55,8 @@ _INTEGERS = (
     "prefetch_depth",
     "log_every_steps",
 )
+_LARGE = 1e6
+"""Numbers from here on are printed with an exponent."""
 MixedData = Literal["root", "dummy", "replicate"]
 """How to train if only some ranks have images in a batch: the field ``mixed_mm_data`` of `StrategyConfig`."""
 ShardSize = int | Literal["auto"]
@@ -64,6 +66,8 @@ ShardSize = int | Literal["auto"]
 @dataclass(frozen=True, kw_only=True)
 class StrategyConfig:
     """All settings of a strategy; immutable, and validated by the constructor.
+
+    docs/quickstart.md has a table of all fields with their defaults.
 
     Switches and numbers may be text, as a shell and YAML pass them: "1", "true", "no", "4", "1e-3".
 
@@ -469,7 +473,7 @@ class StrategyConfig:
     def changes(self) -> str:
         """Return the fields that differ from their defaults, on one line; "" if there are none."""
         values = {name: getattr(self, name) for name in _fields()}
-        changed = [f"{name} = {values[name]!r}" for name, default in _fields().items() if values[name] != default]
+        changed = [f"{name} = {_shown(values[name])}" for name, default in _fields().items() if values[name] != default]
         return ", ".join(changed)
 
     def __str__(self) -> str:
@@ -478,14 +482,21 @@ class StrategyConfig:
         lines = []
         for name, default in _fields().items():
             value = getattr(self, name)
-            mark, note = (" ", "") if value == default else ("*", f"  (default {default!r})")
-            lines.append(f"{mark} {name:<{width}} = {value!r}{note}")
+            mark, note = (" ", "") if value == default else ("*", f"  (default {_shown(default)})")
+            lines.append(f"{mark} {name:<{width}} = {_shown(value)}{note}")
         return "\n".join(lines)
 
 
 def _fields() -> dict[str, Any]:
     """Return the default of each field, in the order of definition."""
     return {field.name: field.default for field in dataclasses.fields(StrategyConfig) if field.name != "extra"}
+
+
+def _shown(value: object) -> str:
+    """Return the ``repr`` of a value; of a path, that of its text; of a large number, with an exponent."""
+    if isinstance(value, float) and abs(value) >= _LARGE:
+        return f"{value:g}"
+    return repr(str(value) if isinstance(value, Path) else value)
 
 
 def _check(field: str, value: object, is_valid: bool, expected: str, fix: str = "") -> None:

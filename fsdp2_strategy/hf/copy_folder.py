@@ -6,6 +6,7 @@ dtype is given. Its files get their names all at once, when they are complete: [
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import logging
 import os
@@ -30,6 +31,19 @@ from fsdp2_strategy.storage.staged_folder import StagedFolder
 from fsdp2_strategy.storage.verified_read import Reader, ReadRequest
 from fsdp2_strategy.storage.write import WriteRequest, force_to_disk, write_all
 
+# File names of tokenizers and processors. These files are copied from the folder that a model was loaded from.
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth"}
 
 
@@ -69,12 +83,19 @@ class NewFolder:
         """Write full tensors to the files."""
         write_all([WriteRequest(self.entries[name], tuple((0, n) for n in t.shape), t) for name, t in tensors.items()])
 
-    def finish(self, sidecars: Collection[Path], checksums: Checksums | None = None) -> None:
-        """Copy sidecar files, set the dtype in the configuration, and give all files their names."""
+    def finish(
+        self, sidecars: Collection[Path], checksums: Checksums | None = None, *, replacements: Collection[Path] = ()
+    ) -> None:
+        """Copy sidecar files, set the dtype in the configuration, and give all files their names.
+
+        ``replacements`` take the place of ``sidecars`` of the same names, and are not verified.
+        """
         folder = self._staged.path
         force_to_disk([file.path for file in self._files])
         for path in sidecars:
             _copy_file(path, folder / path.name, checksums)
+        for path in replacements:
+            _copy_file(path, folder / path.name, None)
         if self._dtype is not None and (folder / CONFIG).is_file():
             config = _configuration(folder / CONFIG)
             if "dtype" in config or "model_type" in config:  # a LeRobot configuration may have neither
@@ -91,6 +112,12 @@ def sidecars_in(folder: Path) -> list[Path]:
         for path in folder.iterdir()
         if path.is_file() and path.suffix not in _WEIGHTS and not path.name.endswith(".index.json")
     )
+
+
+def is_sidecar_of_model(path: Path) -> bool:
+    """Return whether a file is the configuration of a model, or belongs to its tokenizer or processor."""
+    names = (*TOKENIZER_FILES, CONFIG, "generation_config.json")
+    return any(fnmatch.fnmatchcase(path.name, name) for name in names)
 
 
 def _configuration(path: Path) -> dict[str, Any]:
@@ -111,12 +138,14 @@ def copy_folder(
     checksums: Checksums | None = None,
     *,
     listed: Collection[Path] | None = None,
+    replacements: Collection[Path] = (),
     progress: bool = True,
 ) -> None:
     """Copy the weights and sidecar files of a folder, without its subfolders; not collective.
 
     A single weights file stays a single file; several are split again, by size. Only files in ``listed`` are copied,
-    and a warning names the others; None copies all. Without ``checksums``, nothing is verified.
+    and a warning names the others; None copies all. Without ``checksums``, nothing is verified. ``replacements`` take
+    the place of sidecar files of the same names.
     """
     weights = sorted(source.glob("model*.safetensors"))
     sidecars = [*sidecars_in(source), *sorted(set(source.glob("*.safetensors")) - set(weights))]
@@ -139,7 +168,7 @@ def copy_folder(
     ):
         for name, entry in folder.entries.items():
             _copy(reader, entries[name], entry)
-        folder.finish(sidecars, checksums)
+        folder.finish(sidecars, checksums, replacements=replacements)
 
 
 def _copy_file(source: Path, target: Path, checksums: Checksums | None) -> None:

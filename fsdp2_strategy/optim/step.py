@@ -72,7 +72,7 @@ _STEPS_WITH_EQUAL_LOSSES = 5
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """The result of one call of `optimizer_step`."""
+    """The result of one call of `optimizer_step`; docs/metrics.md has a table of its fields."""
 
     step: int
     """Optimizer steps taken so far."""

@@ -50,14 +50,15 @@ _NOT_SUPPORTED = {errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, er
 class StagedFolder:
     """The hidden subfolder for the new files of a folder, and the switch to them; see [Note: staged folder].
 
-    Use it in a ``with`` block, which deletes the subfolder at the end. All ranks may enter the block; only the rank
-    that calls `create` changes anything.
+    Use it in a ``with`` block, which deletes the subfolder at the end, and the folder itself if `create` made it and it
+    is empty. All ranks may enter the block; only the rank that calls `create` changes anything.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.path = folder, folder / _STAGED
         self._lock: int | None = None
         self._is_created = False
+        self._is_new = False
 
     def __enter__(self) -> Self:
         return self
@@ -81,9 +82,13 @@ class StagedFolder:
                 (self.folder / _LOCK).unlink()
             os.close(self._lock)
             self._lock = None
+        if self._is_new:
+            with contextlib.suppress(OSError):  # it stays if it has files, as after `publish`
+                self.folder.rmdir()
 
     def create(self, needed_bytes: int = 0) -> None:
         """Create the folder and the hidden subfolder; finish or undo a switch that was killed."""
+        self._is_new = not os.path.lexists(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = _acquire(self.folder)
         self._is_created = True

@@ -142,6 +142,7 @@ class StepLog:
         self.interval = Interval()
         self.is_shown = True
         """Whether this rank writes; the others add up the same numbers."""
+        self._has_warned = False
         self._name = ""
         self._bar: tqdm[Any] | None = None
 
@@ -167,6 +168,7 @@ class StepLog:
         """Write the interval, and begin the next one."""
         if (last := self.interval.last) is None or last.loss is None:
             return
+        self._check_mfu()
         if not self.is_shown and (self._has_lines or self.has_bar):
             self.interval = Interval()
         elif self._bar is not None:
@@ -181,8 +183,22 @@ class StepLog:
 
     def take(self) -> Interval:
         """Return the interval, and begin the next one, for a loop with a log of its own."""
+        self._check_mfu()
         interval, self.interval = self.interval, Interval()
         return interval
+
+    def _check_mfu(self) -> None:
+        """Warn once if the devices do more than their peak."""
+        mfu, peak = self.interval.numbers().get("mfu"), self.interval.peak_flops
+        if mfu is None or mfu <= 1 or peak is None or self._has_warned or not self.is_shown:
+            return
+        self._has_warned = True
+        logger.warning(
+            "MFU is %.0f %%, expected at most 100 %%: the peak of all devices, %.3g FLOP/s, is too low. Set peak_flops "
+            "to the peak of one device in the dtype of the computation.",
+            100 * mfu,
+            peak,
+        )
 
     def close(self) -> None:
         """Write what was not written yet, and end the bar."""

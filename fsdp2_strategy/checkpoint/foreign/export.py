@@ -14,8 +14,16 @@ from fsdp2_strategy.checkpoint.foreign.contents import read_contents
 from fsdp2_strategy.checkpoint.foreign.sources import Foreign
 from fsdp2_strategy.checkpoint.foreign.tensors import read_into
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.hf.copy_folder import new_folder, sidecars_in
+from fsdp2_strategy.hf.copy_folder import is_sidecar_of_model, new_folder, sidecars_in
 from fsdp2_strategy.hf.known_models import check_configuration
+
+
+def sidecars_for(foreign: Foreign, folder: Path | None) -> list[Path]:
+    """Return the configuration and tokenizer for a foreign checkpoint: those of ``folder``, else those that it has."""
+    if folder is not None:
+        return sidecars_in(folder)
+    source = foreign.path if foreign.path.is_dir() else foreign.path.parent
+    return list(filter(is_sidecar_of_model, sidecars_in(source)))
 
 
 def export_foreign(foreign: Foreign, output: Path, dtype: torch.dtype | None, sidecar_folder: Path | None) -> None:
@@ -42,4 +50,4 @@ def export_foreign(foreign: Foreign, output: Path, dtype: torch.dtype | None, si
                 read_into([(weights[each], tensor) for each, tensor in batch.items()], no_dist=True)
                 folder.write(batch)
                 batch = {}
-        folder.finish(sidecars_in(sidecar_folder) if sidecar_folder else [])
+        folder.finish(sidecars_for(foreign, sidecar_folder))

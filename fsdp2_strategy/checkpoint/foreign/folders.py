@@ -207,9 +207,10 @@ def _hugging_face(path: Path, names: set[str]) -> Foreign | None:
 
 def _one_file_per_rank(path: Path, names: set[str]) -> Foreign | None:
     of_prefix: dict[tuple[str, str], dict[int, str]] = {}
+    is_set = {"rank0.pt", "rank1.pt"} <= names or {"rank_0.pt", "rank_1.pt"} <= names
     for name in names:
         match = _RANK_FILE.fullmatch(name)
-        is_named = bool(RUN_FILE.search(name) or RUN_FILE.search(path.name) or "optim" in name or name[:4] == "rank")
+        is_named = bool(RUN_FILE.search(name) or RUN_FILE.search(path.name) or "optim" in name or is_set)
         if match and (is_named or name.startswith(("trainer_", "local_rank_"))) and not _NO_RANK_FILE.match(name):
             of_prefix.setdefault((match["before"], match["after"]), {})[int(match["rank"])] = name
     sources = []
