@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -114,36 +115,71 @@ PARAMETERS = [
 ]
 
 
-def names_of(optimizer, tmp_path, **options):
-    return [list(group.params) for group in name_parameters(optimizer, PARAMETERS, tmp_path, **options).groups]
+def names_of(optimizer, parameters=PARAMETERS, own_groups=None):
+    return [list(group.params) for group in name_parameters(optimizer, parameters, Path("run"), own_groups).groups]
 
 
-def test_the_order_of_the_model_and_the_shapes_name_numbered_parameters(tmp_path):
+def test_the_order_of_the_model_and_the_shapes_name_numbered_parameters():
     every = [p.name for p in PARAMETERS]
-    assert names_of(numbered([p.shape for p in PARAMETERS]), tmp_path) == [every]
+    assert names_of(numbered([p.shape for p in PARAMETERS])) == [every]
     matrices, others = ["first.weight", "second.weight"], ["norm.weight", "first.bias", "second.scale"]
-    assert names_of(numbered([(4, 3)] * 2, [(4,)] * 3), tmp_path) == [matrices, others]
-    assert names_of(numbered([(4,)] * 3, [(4, 3)] * 2), tmp_path) == [others, matrices]
+    assert names_of(numbered([(4, 3)] * 2, [(4,)] * 3)) == [matrices, others]
+    assert names_of(numbered([(4,)] * 3, [(4, 3)] * 2)) == [others, matrices]
     # As the Trainer groups them: a scale decays, and no shape tells it from a bias.
     of_trainer = numbered([(4, 3), (4, 3), (4,)], [(4,)] * 2)
-    assert names_of(of_trainer, tmp_path) == [[*matrices, "second.scale"], ["norm.weight", "first.bias"]]
+    assert names_of(of_trainer) == [[*matrices, "second.scale"], ["norm.weight", "first.bias"]]
+    # Without a program, the weights of a checkpoint can be more than the parameters.
+    assert names_of(numbered([(4, 3), (4,), (4, 3)])) == [["first.weight", "first.bias", "second.weight"]]
+    with pytest.raises(CheckpointError, match=r"can be more than one of them"):
+        names_of(numbered([(4, 3), (4,)]))
 
 
-def test_the_groups_of_the_optimizer_decide_and_ambiguity_is_an_error(tmp_path):
+EQUAL = [Parameter(f"layers.{number}.weight", (4, 4)) for number in range(3)]
+NAMES = [p.name for p in EQUAL]
+
+
+def groups_of(*names, rates=()):
+    settings = [{"lr": rate} for rate in rates] or [{"weight_decay": 0.1}, {"weight_decay": 0.0}]
+    return [OwnGroup(tuple(own), each) for own, each in zip(names, settings, strict=False)]
+
+
+def with_rates(optimizer, *rates):
+    groups = [StoredGroup(g.params, {"lr": rate}) for g, rate in zip(optimizer.groups, rates, strict=True)]
+    return StoredOptimizer(optimizer.state, tuple(groups))
+
+
+def test_the_same_groups_in_the_optimizer_give_the_names_in_their_order():
+    assert names_of(numbered([(4, 4)] * 3), EQUAL, groups_of(NAMES[::-1])) == [NAMES[::-1]]
+    last_first = with_rates(numbered([(4, 4)], [(4, 4)], [(4, 4)], decay=(0, 0, 0)), 4.0, 2.0, 1.0)
+    own = [[name] for name in NAMES[::-1]]
+    assert names_of(last_first, EQUAL, groups_of(*own, rates=(4.0, 2.0, 1.0))) == own
+    assert names_of(last_first, EQUAL, groups_of(*own, rates=(0.4, 0.2, 0.1))) == own
+    with pytest.raises(CheckpointError, match=r"the learning rates and weight decays in another order"):
+        names_of(last_first, EQUAL, groups_of(*own[::-1], rates=(1.0, 2.0, 4.0)))
+    # In another order, sizes, shapes and hyper-parameters tell the groups apart.
     stored = numbered([(4,), (4, 3), (4,)], [(4, 3), (4,)])
-    with pytest.raises(CheckpointError, match=r"in groups of 3, 2, and their shapes are not|can be in more than one"):
-        names_of(numbered([(4,), (4,), (4, 3)], [(4, 3), (4,)]), tmp_path)
-    own = [
-        OwnGroup(frozenset({"second.weight", "second.scale"}), {"weight_decay": 0.1}),
-        OwnGroup(frozenset({"norm.weight", "first.weight", "first.bias"}), {"weight_decay": 0.0}),
-    ]
-    expected = [["norm.weight", "first.weight", "first.bias"], ["second.weight", "second.scale"]]
-    assert names_of(stored, tmp_path, own_groups=own) == expected
-    with pytest.raises(CheckpointError, match=r"it numbers 4 parameters without names, expected the model's 5"):
-        names_of(numbered([(4,), (4, 3), (4,), (4, 3)]), tmp_path)
-    unclear = [Parameter("a.weight", (4,)), Parameter("a.bias", (4,)), Parameter("norm.weight", (4,)), PARAMETERS[1]]
-    with pytest.raises(CheckpointError, match=r"can be in more than one of them"):
-        name_parameters(numbered([(4,), (4,)], [(4,), (4, 3)]), [*unclear[:3], unclear[3]], tmp_path)
+    own = [["second.weight", "second.scale"], ["norm.weight", "first.weight", "first.bias"]]
+    assert names_of(stored, own_groups=groups_of(*own)) == own[::-1]
+    # A frozen parameter that only the optimizers have is one of its groups.
+    assert names_of(numbered([(4, 4)] * 2), EQUAL, groups_of(NAMES[1:])) == [NAMES[1:]]
+
+
+@pytest.mark.parametrize("own_groups", [None, groups_of(NAMES)], ids=["convert", "load"])
+def test_names_that_are_ambiguous_are_an_error_that_says_what_helps(own_groups):
+    advice = r"cannot convert .*Load it with your program and its optimizer"
+    if own_groups:
+        advice = r"cannot load .*Create the optimizer with the saved program's groups, in its order, and pass it"
+    with pytest.raises(CheckpointError, match=advice):
+        names_of(numbered([(4, 4)], [(4, 4)] * 2), EQUAL, own_groups)
+    with pytest.raises(CheckpointError, match=r"in 12 groups, and .* can be more than one of them"):
+        every = [Parameter(f"{number}", (4, 4)) for number in range(48)]
+        names_of(numbered(*[[(4, 4)] * 4] * 12, decay=(0.1,) * 12), every, own_groups)
+    with pytest.raises(CheckpointError, match=r"it numbers 4 parameters without names, expected"):
+        names_of(numbered([(4, 4)] * 4), EQUAL, own_groups)
+    with pytest.raises(
+        CheckpointError, match=r"in groups of 3, and their shapes are not those of the model in its ord"
+    ):
+        names_of(numbered([(4, 4), (4,), (4, 4)]), EQUAL, own_groups)
 
 
 def test_json_that_is_damaged_is_named(tmp_path):
