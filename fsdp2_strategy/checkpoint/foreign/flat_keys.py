@@ -44,10 +44,12 @@ def nest_flat_keys(tree: Tree) -> None:
     schedules = {key.removesuffix("last_epoch") for key in keys if key.endswith(".last_epoch")}
     for prefix in sorted(optimizers | schedules, key=len, reverse=True):
         _nest(tree, [key for key in keys if key in tree and key.startswith(prefix)], prefix)
-    if optimizers:
-        rest = [key for key in keys if key in tree and isinstance(tree[key], StoredTensor)]
-        for container in _containers(rest, optimizers, tree):
-            _nest(tree, [key for key in keys if key in tree and key.startswith(f"{container}.")], f"{container}.")
+    names = {name for prefix in optimizers for name in _parameters_of(_node(tree, prefix))}
+    for around in {_around(prefix) for prefix in optimizers}:
+        rest = [key for key in keys if key in tree and key.startswith(around) and isinstance(tree[key], StoredTensor)]
+        for first in _containers([key.removeprefix(around) for key in rest], names):
+            prefix = f"{around}{first}."
+            _nest(tree, [key for key in keys if key in tree and key.startswith(prefix)], prefix)
     for value in tree.values():
         if isinstance(value, dict):
             nest_flat_keys(value)
@@ -68,14 +70,22 @@ def _is_below(prefix: str, other: str) -> bool:
     return prefix.startswith((f"{other}state.", f"{other}param_groups."))
 
 
-def _containers(weights: Collection[str], optimizers: Collection[str], tree: Tree) -> Collection[str]:
-    """Return the first parts of the weights' names if they are those of containers, not of modules."""
+def _around(prefix: str) -> str:
+    """Return the prefix of the dictionary that an optimizer is in; one in a list has its number at the end."""
+    parts = prefix.removesuffix(".").split(".")
+    while parts[-1].isdecimal() and len(parts) > 1:
+        parts.pop()
+    return "".join(f"{part}." for part in parts[:-1])
+
+
+def _containers(weights: Collection[str], names: Collection[str]) -> Collection[str]:
+    """Return the first parts of the weights' names if they are those of containers, not of modules.
+
+    ``names`` has the parameters of the optimizers.
+    """
     firsts = {key.partition(".")[0] for key in weights}
-    if not all(first in MODEL_KEYS or AVERAGES.search(first) for first in firsts):
-        return ()
-    names = {name for prefix in optimizers for name in _parameters_of(_node(tree, prefix))}
-    has_names = bool(names) and not all(name.isdecimal() for name in names)
-    return () if has_names and names & set(weights) else firsts
+    is_named_so = all(first in MODEL_KEYS or AVERAGES.search(first) for first in firsts)
+    return firsts if is_named_so and not set(names) & set(weights) else ()
 
 
 def _parameters_of(optimizer: object) -> Iterator[str]:

@@ -25,7 +25,7 @@ from fsdp2_strategy.checkpoint.foreign.interleavings import Shape, Ways, ways_in
 from fsdp2_strategy.checkpoint.foreign.stored_optimizer import StoredGroup, StoredOptimizer
 from fsdp2_strategy.checkpoint.foreign.tensors import StoredTensor
 from fsdp2_strategy.checkpoint.load_options import NO_OPTIMIZER
-from fsdp2_strategy.errors import CheckpointError, counted, some
+from fsdp2_strategy.errors import CheckpointError, counted
 
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)", re.IGNORECASE)
 """As ``Trainer.get_decay_parameter_names`` of transformers 5.24; earlier versions also name all modules LayerNorm."""
@@ -239,7 +239,7 @@ def _unclear(ways: Ways, parameters: Sequence[Parameter]) -> str:
         return "there are too many ways to match their shapes"
     first, second = ways.found
     differing = [p.name for p, one, other in zip(parameters, first, second, strict=True) if one != other]
-    return f"{some(differing, 'parameter')} can be more than one of them"
+    return f"some, such as {', '.join(differing[:2])}, can be more than one of them"
 
 
 def _by_decay(numbered: _Numbered, parameters: Sequence[Parameter]) -> Iterator[list[list[Parameter]]]:

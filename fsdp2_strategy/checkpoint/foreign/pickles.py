@@ -8,6 +8,7 @@ reads on as many ranks as wrote it, become `PickledShards`.
 
 from __future__ import annotations
 
+import errno
 import logging
 import pickle
 import types
@@ -116,19 +117,20 @@ def unpickle(file: Path | IO[bytes]) -> Any:
 
 def unreadable(path: Path, error: Exception) -> CheckpointError:
     """Return the error for a file that cannot be read, with the reason and what to do."""
-    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
-        reason, advice = error.strerror or str(error), "Check the file's permissions and its file system."
-    else:
-        reason, advice = _reason(error), "Copy the checkpoint again, or load another one."
-    return CheckpointError(f"cannot read {path}: {reason}, expected the file that torch wrote. {advice}")
+    advice = "Copy the checkpoint again, or load another one."
+    if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.EINVAL):
+        advice = "Check the file's permissions and its file system."
+    return CheckpointError(f"cannot read {path}: {_reason(error)}, expected the file that torch wrote. {advice}")
 
 
 def _reason(error: Exception) -> str:
+    text = (str(error).splitlines() or [""])[0]
     if isinstance(error, FileNotFoundError):
         return "it is missing"
-    text = (str(error).splitlines() or [""])[0]
-    if isinstance(error, EOFError) or "central directory" in text:
-        return "it is truncated"
+    if isinstance(error, EOFError) or "central directory" in text or getattr(error, "errno", None) == errno.EINVAL:
+        return "it is truncated"  # EINVAL: torch looks for a position before the start of a short file
+    if isinstance(error, OSError):
+        return error.strerror or text
     if isinstance(error, pickle.UnpicklingError) or "Weights only load" in text:  # torch's advice is for other files
         return "its bytes are damaged"
     return f"its bytes are damaged ({type(error).__name__}: {shortened(text)})"
