@@ -216,5 +216,5 @@ def test_flattened_parameters_are_those_of_the_groups_of_the_same_optimizer(tmp_
     for parameter in model.parameters():
         assert torch.equal(optimizer.state[parameter]["exp_avg"].full_tensor(), parameter.full_tensor())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    with pytest.raises(CheckpointError, match=r"in 4 groups, and some, such as .*, can be more than one of them"):
+    with pytest.raises(CheckpointError, match=r"in 4 groups, and some, such as .*, can be in more than one of them"):
         strategy.load_ckpt(model, tmp_path, optimizer=optimizer, trust=True)

@@ -136,7 +136,7 @@ def test_the_order_of_the_model_and_the_shapes_name_numbered_parameters():
     assert names_of(of_trainer) == [[*matrices, "second.scale"], ["norm.weight", "first.bias"]]
     # Without a program, the weights of a checkpoint can be more than the parameters.
     assert names_of(numbered([(4, 3), (4,), (4, 3)])) == [["first.weight", "first.bias", "second.weight"]]
-    with pytest.raises(CheckpointError, match=r"can be more than one of them"):
+    with pytest.raises(CheckpointError, match=r"can be in more than one of them"):
         names_of(numbered([(4, 3), (4,)]))
 
 
@@ -177,7 +177,7 @@ def test_names_that_are_ambiguous_are_an_error_that_says_what_helps(own_groups):
         advice = r"cannot load .*Create the optimizer with the saved program's groups, in its order, and pass it"
     with pytest.raises(CheckpointError, match=advice):
         names_of(numbered([(4, 4)], [(4, 4)] * 2), EQUAL, own_groups)
-    with pytest.raises(CheckpointError, match=r"in 12 groups, and .* can be more than one of them"):
+    with pytest.raises(CheckpointError, match=r"in 12 groups, and .* can be in more than one of them"):
         every = [Parameter(f"{number}", (4, 4)) for number in range(48)]
         names_of(numbered(*[[(4, 4)] * 4] * 12, decay=(0.1,) * 12), every, own_groups)
     with pytest.raises(CheckpointError, match=r"it numbers 4 parameters without names, expected"):
@@ -275,7 +275,7 @@ def test_a_buffer_among_the_weights_has_no_number(tmp_path):
         assert [str(key) for key in named_optimizer(contents).state] == list(WEIGHTS)
     contents = contents_of(tmp_path, {"model": {**WEIGHTS, "c": torch.zeros(4, 4)}, "optimizer": optimizer})
     with pytest.raises(
-        CheckpointError, match=r"cannot convert .*some, such as b.weight, c, can be .*Load it with your p"
+        CheckpointError, match=r"cannot convert .*some, such as b.weight, c, can be in .*Load it with your p"
     ):
         named_optimizer(contents)
 
@@ -349,7 +349,7 @@ def change(path):
     path.write_bytes(content)
 
 
-DAMAGES = {"missing": Path.unlink, "truncated": truncate, "bytes are damaged": change}
+DAMAGES = {"missing": Path.unlink, "truncated": truncate, "bytes are corrupt": change}
 
 
 @pytest.mark.parametrize(
@@ -359,7 +359,7 @@ DAMAGES = {"missing": Path.unlink, "truncated": truncate, "bytes are damaged": c
         *(
             (name, reason)
             for name in ("dcp/.metadata", "dcp/__0_0.distcp", "pickle/optimizer.pt", "pickle/model.pt")
-            for reason in ("truncated", "bytes are damaged")
+            for reason in ("truncated", "bytes are corrupt")
         ),
     ],
 )

@@ -33,7 +33,7 @@ def metadata_of(folder: Path) -> Metadata:
     """Return the metadata of a folder.
 
     Raises:
-        CheckpointError: it is missing or damaged.
+        CheckpointError: it is missing or corrupt.
     """
     try:
         return FileSystemReader(folder).read_metadata()
@@ -45,7 +45,7 @@ def load_dcp(folder: Path, state: dict[str, Any], *, no_dist: bool) -> dict[str,
     """Fill tensors and values by their names in a folder, in place, and return them; collective unless ``no_dist``.
 
     Raises:
-        CheckpointError: a file is missing or damaged.
+        CheckpointError: a file is missing or corrupt.
     """
     with _own_errors() if no_dist else convert_dcp_errors(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -239,7 +239,7 @@ def _unclear(ways: Ways, parameters: Sequence[Parameter]) -> str:
         return "there are too many ways to match their shapes"
     first, second = ways.found
     differing = [p.name for p, one, other in zip(parameters, first, second, strict=True) if one != other]
-    return f"some, such as {', '.join(differing[:2])}, can be more than one of them"
+    return f"some, such as {', '.join(differing[:2])}, can be in more than one of them"
 
 
 def _by_decay(numbered: _Numbered, parameters: Sequence[Parameter]) -> Iterator[list[list[Parameter]]]:

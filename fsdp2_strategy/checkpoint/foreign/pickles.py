@@ -90,13 +90,13 @@ def unpickle_file(path: Path) -> Any:
     """Return the content of a file of ``torch.save``; tensors are memory-mapped where its format allows.
 
     Raises:
-        CheckpointError: it is missing or damaged.
+        CheckpointError: it is missing or corrupt.
     """
     try:
         return unpickle(path)
     except MemoryError:
         raise
-    except Exception as error:  # damaged bytes can raise any error
+    except Exception as error:  # corrupt bytes can raise any error
         raise unreadable(path, error) from error
 
 
@@ -132,8 +132,8 @@ def _reason(error: Exception) -> str:
     if isinstance(error, OSError):
         return error.strerror or text
     if isinstance(error, pickle.UnpicklingError) or "Weights only load" in text:  # torch's advice is for other files
-        return "its bytes are damaged"
-    return f"its bytes are damaged ({type(error).__name__}: {shortened(text)})"
+        return "its bytes are corrupt"
+    return f"its bytes are corrupt ({type(error).__name__}: {shortened(text)})"
 
 
 @contextmanager

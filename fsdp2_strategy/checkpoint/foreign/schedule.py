@@ -72,13 +72,10 @@ def _restore_schedule(
 
 def _check_rates(scheduler: LRScheduler, saved: Sequence[float], position: int) -> None:
     """Log a warning if a schedule has other learning rates at its position than the saved ones."""
-    with warnings.catch_warnings(action="ignore"):  # torch warns if these are called outside of a step
-        if isinstance(scheduler, LambdaLR):
+    rates = [group["lr"] for group in scheduler.optimizer.param_groups]
+    if isinstance(scheduler, LambdaLR):  # its functions are not in the saved state
+        with warnings.catch_warnings(action="ignore"):  # torch warns outside of a step
             rates = scheduler.get_lr()
-        elif hasattr(scheduler, "_get_closed_form_lr"):
-            rates = scheduler._get_closed_form_lr()
-        else:
-            rates = [group["lr"] for group in scheduler.optimizer.param_groups]
     own = [float(rate) for rate in rates]
     tolerance = 1e-6 * max([*own, *saved])
     different = [pair for pair in zip(own, saved, strict=True) if abs(pair[0] - pair[1]) > tolerance]

@@ -119,7 +119,7 @@ def read_tree(source: Source) -> Tree:
     """Return the content of a source below the key of its role; not collective.
 
     Raises:
-        CheckpointError: a file is missing or damaged.
+        CheckpointError: a file is missing or corrupt.
     """
     path = source.paths[0]
     try:
@@ -134,7 +134,7 @@ def read_tree(source: Source) -> Tree:
             tree = merged if isinstance(merged, dict) else {"value": merged}
     except (FSDP2StrategyError, MemoryError):
         raise
-    except Exception as error:  # damaged bytes can be a pickle of anything
+    except Exception as error:  # corrupt bytes can be a pickle of anything
         raise unreadable(path, error) from error
     return {source.role: tree} if source.role else tree
 
