@@ -245,6 +245,17 @@ def test_flat_keys_have_the_parts_of_nested_ones(tmp_path, layout, wanted):
         assert optimizer.settings_by_name()["a.weight"]["lr"] == 0.1
 
 
+def test_several_flat_optimizers_number_parameters_in_the_order_of_the_file(tmp_path):
+    state = {f"optimizers.{i}.{key}": value for i in range(12) for key, value in moments("state.0", float(i)).items()}
+    state |= {f"optimizers.{i}.param_groups.0.lr": 0.1 for i in range(12)}
+    weights = {f"model.{i}": torch.ones(4, 4) for i in range(12)}
+    contents = contents_of(tmp_path, {**weights, **state})
+    read = torch.empty(4, 4)
+    for number in range(12):
+        read_into([(contents.optimizer.state[number]["exp_avg"], read)], no_dist=True)
+        assert (read == number).all()
+
+
 def test_what_is_no_part_is_named_and_never_a_weight(tmp_path):
     unknown = {f"optimizer.{key}": value for key, value in moments("a.weight").items()}
     contents = contents_of(tmp_path, {**MODEL, **unknown, "b.weight.momentum_buffer": torch.ones(4, 4)}, wanted=WEIGHTS)
@@ -253,6 +264,8 @@ def test_what_is_no_part_is_named_and_never_a_weight(tmp_path):
     contents = contents_of(tmp_path, {**MODEL, **unknown})
     assert not any("exp_avg" in name for name in contents.weights)
     assert contents.others == ("optimizer.a.weight.exp_avg",)
+    with_slashes = {name.replace(".", "/"): value for name, value in {**MODEL, **unknown}.items()}
+    assert contents_of(tmp_path, with_slashes).others == ("optimizer/a/weight/exp_avg",)
     averages = {f"ema.{name}": torch.zeros(4, 4) for name in WEIGHTS}
     contents = contents_of(tmp_path, {**averages, **MODEL}, wanted=WEIGHTS)
     assert all(tensor.parts[0][1].all() for tensor in contents.weights.values()), "the averages are not the weights"

@@ -238,7 +238,7 @@ def _is_average(path: Keys, wanted: Collection[str]) -> bool:
 
 def _is_optimizer_state(path: Keys, wanted: Collection[str]) -> bool:
     """Return whether a tensor that is in no known form of an optimizer is of one by its name."""
-    parts = ".".join(map(str, path)).split(".")
+    parts = re.split(r"[./]", ".".join(map(str, path)))
     is_wanted = any(".".join(parts[begin:]) in wanted for begin in range(len(parts)))
     return not is_wanted and (parts[-1] in _MOMENTS or any(OPTIMIZER_NAME.search(part) for part in parts[:-1]))
 

@@ -42,8 +42,13 @@ def nest_flat_keys(tree: Tree) -> None:
     keys = [key for key in tree if isinstance(key, str) and "." in key]
     optimizers = _prefixes_of_optimizers(keys)
     schedules = {key.removesuffix("last_epoch") for key in keys if key.endswith(".last_epoch")}
-    for prefix in sorted(optimizers | schedules, key=len, reverse=True):
-        _nest(tree, [key for key in keys if key in tree and key.startswith(prefix)], prefix)
+    longest_first = sorted(optimizers | schedules, key=len, reverse=True)
+    of_prefix: dict[str, list[str]] = {}  # in the order of the file, by which several optimizers number parameters
+    for key in keys:
+        if prefix := next(filter(key.startswith, longest_first), None):
+            of_prefix.setdefault(prefix, []).append(key)
+    for prefix, own in of_prefix.items():
+        _nest(tree, own, prefix)
     names = {name for prefix in optimizers for name in _parameters_of(_node(tree, prefix))}
     for around in {_around(prefix) for prefix in optimizers}:
         rest = [key for key in keys if key in tree and key.startswith(around) and isinstance(tree[key], StoredTensor)]

@@ -126,7 +126,7 @@ def _flat_optimizer(flat: Mapping[Any, Any], path: Keys) -> StoredOptimizer:
         else:
             settings.setdefault(clean_name(name), {})[of] = value
     is_by_number = any(name.isdecimal() and "params" in own for name, own in settings.items())
-    if not is_by_number and set(settings) == {"0"} != set(state):  # the only group
+    if not is_by_number and set(settings) == {"0"}:  # the only group
         is_by_number, settings["0"]["params"] = True, list(state)
     if is_by_number or (not settings and all(str(key).isdecimal() for key in state)):
         return _nested_optimizer(state, {key: settings[key] for key in sorted(settings, key=_number_of)})
