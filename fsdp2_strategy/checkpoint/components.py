@@ -27,7 +27,7 @@ from fsdp2_strategy.checkpoint.load_options import NOT_STRICT
 from fsdp2_strategy.checkpoint.paths import TRAINABLE, WRAPPER, CheckpointPaths
 from fsdp2_strategy.checkpoint.reader import opened_around
 from fsdp2_strategy.checkpoint.storage import LoadTargets, stored_in, targets_by_name
-from fsdp2_strategy.distributed.log import log
+from fsdp2_strategy.checkpoint.training_state import log_differences
 from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.copy_folder import TOKENIZER_FILES
 from fsdp2_strategy.hf.library_internals import names_not_saved
@@ -201,14 +201,7 @@ def match_model(
             f"{some(report.unexpected)} that the model does not have, expected the same names. Build the same model, "
             f"or pass {NOT_STRICT}."
         )
-    differences = {
-        "not in the checkpoint": report.missing,
-        "not in the model": report.unexpected,
-        "cast to the model's dtype": report.cast,
-    }
-    for what, names in differences.items():
-        if names:
-            log("%s: %s", what, some(sorted(names)))
+    log_differences(report.missing, report.unexpected, report.cast)
     return found, report
 
 

@@ -14,6 +14,7 @@ hyper-parameters instead.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from fsdp2_strategy.checkpoint.foreign.stored_optimizer import StoredOptimizer, 
 from fsdp2_strategy.checkpoint.foreign.tensors import StoredTensor, read_into
 from fsdp2_strategy.checkpoint.listing import PARTIAL, hidden_path
 from fsdp2_strategy.checkpoint.lock import acquire, release_all
-from fsdp2_strategy.checkpoint.paths import CHECKSUMS, OPTIMIZER, RNG, TRAINER_STATE, CheckpointPaths, names_in
+from fsdp2_strategy.checkpoint.paths import CHECKSUMS, OPTIMIZER, RNG, TRAINER_STATE, CheckpointPaths, exists, names_in
 from fsdp2_strategy.checkpoint.random_state import derive_seed, rng_content, seed_everything
 from fsdp2_strategy.checkpoint.training_state import CONVERTED_FROM, IMPLEMENTATION, POSITION
 from fsdp2_strategy.distributed.progress import Progress
@@ -107,6 +108,7 @@ def convert_foreign(foreign: Foreign, target: Path, sidecars: Path | None, *, pr
     state = _state(contents, optimizer.hyper if optimizer else None)
     tag = f"global_step{contents.step}"
     nbytes = sum(map(_nbytes, [*contents.weights.values(), *(optimizer.tensors.values() if optimizer else ())]))
+    created = _missing_folders(target)
     directory.make_directory(target)
     acquire(target)
     directory.delete_leftovers(target)
@@ -125,10 +127,20 @@ def convert_foreign(foreign: Foreign, target: Path, sidecars: Path | None, *, pr
         _commit(partial, tag, contents.step, blocks)
     except BaseException:
         delete_partial(partial.root)
+        release_all()
+        with contextlib.suppress(OSError):  # another process has written into one of them
+            for folder in created:
+                folder.rmdir()
         raise
     finally:
         release_all()
     return Converted(target / tag, contents)
+
+
+def _missing_folders(path: Path) -> list[Path]:
+    """Return a path and its parents as far as they do not exist, the innermost first."""
+    path = path.absolute()
+    return [each for each in (path, *path.parents) if not exists(each)]
 
 
 def _nbytes(tensor: StoredTensor) -> int:

@@ -33,8 +33,9 @@ from fsdp2_strategy.checkpoint.different_steps import record_resume
 from fsdp2_strategy.checkpoint.file_schemas import RANK_FILE_BYTES
 from fsdp2_strategy.checkpoint.find import describe_fresh_start, find_checkpoint, log_choice, other_tags
 from fsdp2_strategy.checkpoint.foreign.contents import read_contents
-from fsdp2_strategy.checkpoint.foreign.load import load_foreign, restore_foreign_schedule
+from fsdp2_strategy.checkpoint.foreign.load import load_foreign
 from fsdp2_strategy.checkpoint.foreign.recognise import Foreign
+from fsdp2_strategy.checkpoint.foreign.schedule import restore_foreign_schedule
 from fsdp2_strategy.checkpoint.gc_pause import gc_paused
 from fsdp2_strategy.checkpoint.listing import (
     models_in,
@@ -481,7 +482,7 @@ def _restore_state(
             refresh_masters_of(plan.root)
         if own.scheduler is not None and of_run.get(CONVERTED_FROM):
             saved, has_new_rates = from_json_values(state["scheduler"]), own.optimizer is not None
-            has_new_rates = has_new_rates and request.load_learning_rates
+            has_new_rates &= request.load_learning_rates and any("lr" in each for each in plan.optimizer_settings)
             restore_foreign_schedule(own.scheduler, saved, saved[POSITION], has_new_rates=has_new_rates)
         elif own.scheduler is not None:
             restore_scheduler(own.scheduler, state["scheduler"])

@@ -71,6 +71,18 @@ class LoadedCheckpoint:
     """If several models were loaded: the result of each, by name. Fields that belong to a model are then only here."""
 
 
+def log_differences(missing: Collection[str], unexpected: Collection[str], cast: Collection[str]) -> None:
+    """Log the fields of a `LoadedCheckpoint` that name tensors of a model."""
+    differences = {
+        "not in the checkpoint": missing,
+        "not in the model": unexpected,
+        "cast to the model's dtype": cast,
+    }
+    for what, names in differences.items():
+        if names:
+            log("%s: %s", what, some(sorted(names)))
+
+
 def require_saved(content: _T | None, what: str, option: str, path: Path) -> _T:
     """Return ``content``; raise if the checkpoint lacks it. ``option`` is the argument of a load that skips it."""
     if content is None:

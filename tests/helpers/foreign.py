@@ -121,6 +121,16 @@ def flattened(folder, program):
     dcp.save(state, checkpoint_id=folder / "run")
 
 
+def dotted(folder, program):
+    """With dots in all keys: the containers of the weights and of the optimizer are prefixes."""
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    model, optimizer = get_state_dict(program.model, program.optimizer, options=options)
+    state = {f"model.{name}": value for name, value in model.items()}
+    state |= {f"optimizer.{key}": value for key, value in optimizer.items()}
+    state |= {f"sched.{key}": value for key, value in program.scheduler.state_dict().items()}
+    dcp.save({**state, "train.step": SAVED}, checkpoint_id=folder / "run")
+
+
 def numbered(folder, program):
     state = {"net": program.model.state_dict(), "optim": program.optimizer.state_dict(), "epoch": 1}
     dcp.save(state | {"scheduler": program.scheduler.state_dict()}, checkpoint_id=folder / "run")
@@ -245,9 +255,15 @@ def numbers_of(optimizer):
     return {"state": state, "param_groups": groups}
 
 
+def last_first(model, rate=1e-2):
+    """Return the groups of layer-wise learning rates: the last parameter first, and half the rate for each before."""
+    return [{"params": [p], "lr": rate / 2**i} for i, p in enumerate(reversed(list(model.parameters())))]
+
+
 WRITERS = (
     nested,
     flattened,
+    dotted,
     numbered,
     two_folders,
     torchtitan,

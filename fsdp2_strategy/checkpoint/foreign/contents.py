@@ -5,8 +5,8 @@ values are read; the tensors stay where they are. Not collective.
 
 [Note: parts] An optimizer is a dictionary with ``param_groups`` and ``state``, or with keys that begin with these (as
 ``flatten_optimizer_state_dict`` and torchtitan write them); a schedule is one with ``last_epoch``. Both are found at
-any depth. The weights are those of the dictionary with the most names of the model; without a model, those of the one
-whose name says so. All else that is plain data belongs to the trainer.
+any depth, after [Note: flat keys]. The weights are those of the dictionary with the most names of the model; without a
+model, those of the one whose name says so. All else that is plain data belongs to the trainer.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fsdp2_strategy.checkpoint.foreign.flat_keys import AVERAGES, MODEL_KEYS, OPTIMIZER_NAME, nest_flat_keys
 from fsdp2_strategy.checkpoint.foreign.sources import LIGHTNING, Foreign
 from fsdp2_strategy.checkpoint.foreign.stored_optimizer import (
     Keys,
@@ -31,21 +32,9 @@ from fsdp2_strategy.checkpoint.foreign.stored_optimizer import (
 from fsdp2_strategy.checkpoint.foreign.tensors import StoredTensor, Tree, read_tree
 from fsdp2_strategy.errors import CheckpointError
 
-_MODEL_KEYS = (
-    "model",
-    "state_dict",
-    "model_state_dict",
-    "model_state",
-    "module",
-    "net",
-    "network",
-    "policy",
-    "actor",
-    "weights",
-    "params",
-)
+_MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg"}
+"""Keys of the state of a parameter in torch's optimizers."""
 _STEP_KEYS = ("global_step", "global_steps", "step", "iteration", "iter", "iter_num")
-_AVERAGES = re.compile(r"(^|_)(ema|average|averages|shadow)(_|$)", re.IGNORECASE)
 _WITHOUT_STEP = re.compile(r"dataloader|sampler|rng|random|callbacks|loops|config|args|param", re.IGNORECASE)
 """Keys below which no step of the run is looked for."""
 
@@ -112,6 +101,7 @@ def read_contents(foreign: Foreign, wanted: Collection[str] = ()) -> Contents:
     tree: Tree = {}
     for source in foreign.sources:
         _merge(tree, read_tree(source))
+    nest_flat_keys(tree)
     optimizers = list(take_optimizers(tree, ()))
     schedules = list(_take_schedules(tree, ()))
     step = _recorded_step(tree)
@@ -119,7 +109,7 @@ def read_contents(foreign: Foreign, wanted: Collection[str] = ()) -> Contents:
     optimizer = joined(optimizers, foreign.path)
     if optimizer is not None and optimizer.has_names:
         optimizer = optimizer.renamed(short_names(optimizer, wanted or weights))
-    client_state, others = _client_state(tree, taken)
+    client_state, others = _client_state(tree, taken, {source.role for source in foreign.sources})
     schedule = _only_schedule(schedules, foreign)
     found = _step(foreign, step, optimizer, schedule)
     return Contents(
@@ -186,6 +176,10 @@ def _recorded_step(tree: Tree) -> int | None:
                     return int(value)
         level = [v for n in level for k, v in n.items() if isinstance(v, dict) and not _WITHOUT_STEP.search(str(k))]
         level = [node for node in level if not any(isinstance(v, StoredTensor) and v.shape for v in node.values())]
+    for key in sorted((key for key in map(str, tree) if not _WITHOUT_STEP.search(key)), key=len):
+        value = plain(tree.get(key))  # a flat key
+        if key.rpartition(".")[2] in _STEP_KEYS and isinstance(value, int):
+            return value
     return None
 
 
@@ -199,7 +193,10 @@ def _step(
     if optimizer is not None and (step := optimizer.last_step()):
         return step
     last = (schedule or {}).get("last_epoch")
-    return int(last) if isinstance(last, int | float) else None
+    if not isinstance(last, int | float):
+        return None
+    processes = max(foreign.processes, 1)  # accelerate's schedule takes a step for each process
+    return int(last) // processes if int(last) % processes == 0 else int(last)
 
 
 def _tensors_in(tree: Tree, path: Keys = ()) -> Iterator[tuple[Keys, StoredTensor]]:
@@ -212,8 +209,8 @@ def _tensors_in(tree: Tree, path: Keys = ()) -> Iterator[tuple[Keys, StoredTenso
 
 def _find_weights(tree: Tree, wanted: set[str], *, is_lightning: bool) -> tuple[dict[str, StoredTensor], set[Keys]]:
     """Return the weights by name, and the paths of all tensors that were taken."""
-    found = dict(_tensors_in(tree))
-    regular = {p: t for p, t in found.items() if not any(_AVERAGES.search(str(key)) for key in p[:-1])} or found
+    found = {path: tensor for path, tensor in _tensors_in(tree) if not _is_optimizer_state(path, wanted)}
+    regular = {path: tensor for path, tensor in found.items() if not _is_average(path, wanted)} or found
     dotted = {path: clean_name(".".join(map(str, path))) for path in regular}
     prefix = prefix_of(dotted.values(), wanted, preferred=_preferred_path(tree)) if wanted else ""
     below = [path for path, name in dotted.items() if name.startswith(prefix)]
@@ -225,10 +222,25 @@ def _find_weights(tree: Tree, wanted: set[str], *, is_lightning: bool) -> tuple[
         parents = {path[:-1] for path in regular if path[: len(parent)] == parent and _is_weight(tree, path, parent)}
         prefix = "".join(f"{key}." for key in parent)
     names = {dotted[p].removeprefix(prefix): p for p in regular if p[:-1] in parents and dotted[p].startswith(prefix)}
-    weights = {name: regular[path] for name, path in names.items() if not (len(path) == 1 and name in _STEP_KEYS)}
+    names = {name: path for name, path in names.items() if not (len(path) == 1 and name in _STEP_KEYS)}
+    weights = {name: regular[path] for name, path in names.items()}
     if not wanted:
         weights = _without_common_prefix(weights, is_lightning=is_lightning)
-    return weights, {path for path in regular if path[:-1] in parents}
+    return weights, set(names.values())
+
+
+def _is_average(path: Keys, wanted: Collection[str]) -> bool:
+    """Return whether a tensor is in a dictionary of moving averages, or has a flat key of one."""
+    first = str(path[0]).partition(".")[0]
+    is_flat = len(path) == 1 and str(path[0]) not in wanted and AVERAGES.search(first) is not None
+    return is_flat or any(AVERAGES.search(str(key)) for key in path[:-1])
+
+
+def _is_optimizer_state(path: Keys, wanted: Collection[str]) -> bool:
+    """Return whether a tensor that is in no known form of an optimizer is of one by its name."""
+    parts = re.split(r"[./]", ".".join(map(str, path)))
+    is_wanted = any(".".join(parts[begin:]) in wanted for begin in range(len(parts)))
+    return not is_wanted and (parts[-1] in _MOMENTS or any(OPTIMIZER_NAME.search(part) for part in parts[:-1]))
 
 
 def _is_weight(tree: Tree, path: Keys, parent: Keys) -> bool:
@@ -250,8 +262,8 @@ def _preferred_path(tree: Tree) -> Keys:
     while True:
         inner = {key: value for key, value in tree.items() if isinstance(value, dict) and any(_tensors_in(value))}
         own = [key for key, value in tree.items() if isinstance(value, StoredTensor) and value.shape]
-        named = [key for key in _MODEL_KEYS if key in inner]
-        inner = {key: value for key, value in inner.items() if not _AVERAGES.search(str(key))}
+        named = [key for key in MODEL_KEYS if key in inner]
+        inner = {key: value for key, value in inner.items() if not AVERAGES.search(str(key))}
         if named:
             key: str | int = named[0]
         elif not own and len(inner) == 1:
@@ -270,8 +282,11 @@ def _without_common_prefix(weights: dict[str, StoredTensor], *, is_lightning: bo
     return weights
 
 
-def _client_state(tree: Tree, taken: set[Keys]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the plain data that no other part has, and the names of all else."""
+def _client_state(tree: Tree, taken: set[Keys], roles: Collection[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the plain data that no other part has, and the names of all else.
+
+    Plain data in the file of a role belongs to no dictionary of the role's name.
+    """
     others: list[str] = []
 
     def kept(node: Tree, path: Keys) -> dict[Any, Any]:
@@ -292,11 +307,10 @@ def _client_state(tree: Tree, taken: set[Keys]) -> tuple[dict[str, Any], tuple[s
         return found
 
     state = kept(tree, ())
-    client = state.pop("client", None)
-    state |= client if isinstance(client, dict) else {}
-    for key in ("model", "optimizer", "scheduler"):
-        if state.get(key) == {}:
-            del state[key]
+    for role in ("client", "model", "optimizer", "scheduler"):
+        if (role in roles and isinstance(state.get(role), dict)) or state.get(role) == {}:
+            own = state.pop(role)
+            state = state | own if role == "client" else own | state
     return _plain_tree(state) if state else {}, tuple(others)
 
 

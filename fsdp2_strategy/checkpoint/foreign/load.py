@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from fsdp2_strategy.checkpoint.foreign.contents import Contents, read_contents
 from fsdp2_strategy.checkpoint.foreign.flat_parameters import without_flat_parameters
 from fsdp2_strategy.checkpoint.foreign.parameter_ids import OwnGroup, Parameter, name_parameters
+from fsdp2_strategy.checkpoint.foreign.schedule import restore_foreign_schedule
 from fsdp2_strategy.checkpoint.foreign.sources import Foreign
 from fsdp2_strategy.checkpoint.foreign.stored_optimizer import StoredOptimizer, plain
 from fsdp2_strategy.checkpoint.foreign.tensors import StoredTensor, read_into
@@ -28,17 +29,16 @@ from fsdp2_strategy.checkpoint.load_options import NO_OPTIMIZER, NO_SCHEDULER, N
 from fsdp2_strategy.checkpoint.storage import check_shapes
 from fsdp2_strategy.checkpoint.training_state import (
     LoadedCheckpoint,
-    advance_scheduler,
     allocate_optimizer_state,
     check_restored,
+    log_differences,
     restore_optimizer,
-    restore_scheduler,
     settings_by_group,
     unwrap_and_reshard,
 )
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.log import log
-from fsdp2_strategy.errors import CheckpointError, shown, some
+from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.conversions import renames
 from fsdp2_strategy.hf.load import load_weights
 from fsdp2_strategy.hf.transformers_models import outermost_models
@@ -49,8 +49,6 @@ from fsdp2_strategy.model.names import clean, named_parameters, saved_tensors, t
 from fsdp2_strategy.model.offloading import check_resident
 from fsdp2_strategy.model.weight_versions import count_change
 
-_SCHEDULE_FLAGS = {"_is_initial", "_get_lr_called_within_step", "verbose", "_initial_step", "lr_lambdas"}
-"""Entries of a schedule that some versions of torch do not save."""
 _OPTIMIZER_KINDS = ("betas", "momentum")
 """Hyper-parameters that tell the families of optimizers apart."""
 
@@ -91,9 +89,7 @@ def load_foreign(
     touched: list[nn.Module | Optimizer] = [*([root] if load_model else []), *([optimizer] if optimizer else [])]
     with unusable_unless_done(touched):
         if load_model and is_folder:
-            loaded = load_weights(model, contents.folder, strict=strict)
-            report = {"missing": loaded.missing, "unexpected": loaded.unexpected, "cast": loaded.cast}
-            report = {name: tuple(names) for name, names in report.items()}
+            report = _load_folder(model, contents, own, strict=strict)
         with all_or_none(f"load {path}", CheckpointError), torch.no_grad():
             clear_gradients(root)
             if load_model:
@@ -112,9 +108,8 @@ def load_foreign(
             if load_model:
                 refresh_masters_of(root)  # foreign checkpoints hold no master weights
             if scheduler is not None:
-                restore_foreign_schedule(
-                    scheduler, contents.schedule, contents.position, has_new_rates=restored is not None
-                )
+                has_new_rates = any("lr" in saved for saved in restored.settings) if restored else False
+                restore_foreign_schedule(scheduler, contents.schedule, contents.position, has_new_rates=has_new_rates)
     if contents.others:
         log("%s also has %s, which are not loaded", path, some(contents.others, "value"))
     log("loaded %s, %s: %s", path, foreign.kind, contents.describe())
@@ -143,9 +138,15 @@ def _require(content: StoredOptimizer | None, contents: Contents, what: str, opt
     if content is None:
         raise CheckpointError(
             f"cannot load the {what} from {contents.foreign.path}: it is {contents.foreign.kind} with "
-            f"{contents.describe()}, expected one that also has the {what}. Pass {option} to load the rest."
+            f"{contents.describe()}{_further(contents)}, expected one that also has the {what}. Pass {option} to load "
+            "the rest."
         )
     return content
+
+
+def _further(contents: Contents) -> str:
+    """Return the values that are in no part, for a message."""
+    return f" and {some(contents.others, 'further value')}" if contents.others else ""
 
 
 def _match_model(
@@ -162,12 +163,24 @@ def _match_model(
     known = {clean(name) for name in root.state_dict()}
     missing = tuple(name for name in tensors if name not in contents.weights)
     unexpected = tuple(name for name in contents.weights if name not in known)
-    if strict and (missing or unexpected):
+    if (strict and (missing or unexpected)) or (tensors and len(missing) == len(tensors)):
         raise CheckpointError(_names_differ(contents, tensors, missing, unexpected))
     shared = {name: tensor for name, tensor in tensors.items() if name in contents.weights}
     check_shapes("model", shared, {name: (t.shape, t.dtype) for name, t in contents.weights.items()})
     cast = tuple(name for name, tensor in shared.items() if contents.weights[name].dtype != tensor.dtype)
+    log_differences(missing, unexpected, cast)
     return shared, {"missing": missing, "unexpected": unexpected, "cast": cast}
+
+
+def _load_folder(model: nn.Module, contents: Contents, own: Collection[str], *, strict: bool) -> dict[str, Any]:
+    """Load the weights of a Hugging Face folder; return fields of the `LoadedCheckpoint`; collective."""
+    loaded = load_weights(model, contents.folder, strict=strict)
+    if not loaded.loaded:
+        raise CheckpointError(_names_differ(contents, own, own, ()))
+    report = {"missing": loaded.missing, "unexpected": loaded.unexpected, "cast": loaded.cast}
+    fields = {name: tuple(names) for name, names in report.items()}
+    log_differences(**fields)
+    return fields
 
 
 def _names_differ(contents: Contents, own: Collection[str], missing: Collection[str], further: Collection[str]) -> str:
@@ -175,8 +188,8 @@ def _names_differ(contents: Contents, own: Collection[str], missing: Collection[
     if len(missing) == len(own):
         held = f"its weights are {some(tuple(contents.weights))}" if contents.weights else "it has no weights"
         return (
-            f"{start} {held}, expected {some(tuple(own))}. Build the model that was saved, or pass the path of its "
-            "checkpoint."
+            f"{start} {held}{_further(contents)}, expected {some(tuple(own))}. Build the model that was saved, or pass "
+            "the path of its checkpoint."
         )
     differences = [f"its weights lack {some(tuple(missing))}"] if missing else []
     differences += [f"it has {some(tuple(further))} that the model does not have"] if further else []
@@ -203,11 +216,11 @@ def _match_optimizer(
     path = contents.foreign.path
     names = {id(parameter): name for name, parameter in named_parameters(root).items()}
     own_groups = [
-        OwnGroup(frozenset(names.get(id(p), "") for p in group["params"]), group) for group in optimizer.param_groups
+        OwnGroup(tuple(names.get(id(p), "") for p in group["params"]), group) for group in optimizer.param_groups
     ]
     parameters = [Parameter(n, tuple(p.shape), p.requires_grad) for n, p in named_parameters(root).items()]
     units = [clean(name) for name, module in root.named_modules() if name and isinstance(module, FSDPModule)]
-    stored = without_flat_parameters(stored, parameters, units)
+    stored = without_flat_parameters(stored, parameters, units, path, own_groups)
     stored = name_parameters(stored, parameters, path, own_groups)
     tensors = {
         f"state.{name}.{key}": value
@@ -218,6 +231,8 @@ def _match_optimizer(
     described = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
     _check_flat(stored, {p.name: p.shape for p in parameters}, path)
     state, flat = allocate_optimizer_state(root, optimizer, described, strict=strict)
+    if skipped := [name for name in map(str, stored.state) if name not in state]:
+        log("not in the optimizer: %s", some(skipped))
     values = {
         str(name): own
         for name, of_name in stored.state.items()
@@ -275,49 +290,3 @@ def _settings(root: nn.Module, stored: StoredOptimizer, optimizer: Optimizer, pa
             settings.append(own)
         of_parameter[name] = settings.index(own)
     return settings_by_group(root, optimizer, {"settings": settings, "of_parameter": of_parameter})
-
-
-def restore_foreign_schedule(
-    scheduler: LRScheduler, saved: Mapping[str, Any] | None, position: int, *, has_new_rates: bool
-) -> None:
-    """Restore a schedule, or advance it to the saved position if the saved state is of another kind.
-
-    Args:
-        scheduler: the schedule.
-        saved: the saved state; None if there is none.
-        position: the number of steps of the saved schedule.
-        has_new_rates: whether the learning rates of the optimizer's groups were restored.
-    """
-    own = scheduler.state_dict()
-    is_same = saved is not None and own.keys() - _SCHEDULE_FLAGS <= saved.keys() and position == saved["last_epoch"]
-    groups = scheduler.optimizer.param_groups
-    has_rates = has_new_rates and all("initial_lr" in group for group in groups)
-    if saved is None or not is_same:
-        if has_rates:
-            _set_base_lrs(scheduler, [float(group["initial_lr"]) for group in groups])
-        advance_scheduler(scheduler, position)
-        return
-    state = {key: value for key, value in saved.items() if key in own}
-    if "lr_lambdas" in own:
-        lambdas = state.get("lr_lambdas")
-        is_plain = isinstance(lambdas, list) and all(each is None or isinstance(each, Mapping) for each in lambdas)
-        state["lr_lambdas"] = lambdas if is_plain else [None] * len(own["lr_lambdas"])
-    if has_rates:
-        # By parameter, where the groups may have another order.
-        state["base_lrs"] = [float(group["initial_lr"]) for group in groups]
-        state["_last_lr"] = [float(group["lr"]) for group in groups]
-    for key, value in state.items():
-        if isinstance(value, str) and not isinstance(own.get(key), str):
-            raise CheckpointError(
-                f"cannot load the schedule: its {key} is {shown(value)}, expected a value such as {shown(own.get(key))}"
-                f". Use the schedule of the saved run, or pass {NO_SCHEDULER}."
-            )
-    restore_scheduler(scheduler, state)
-
-
-def _set_base_lrs(scheduler: LRScheduler, rates: list[float]) -> None:
-    """Set the learning rates that a schedule multiplies, also in the schedules that it consists of."""
-    if hasattr(scheduler, "base_lrs"):
-        scheduler.base_lrs = list(rates)
-    for inner in vars(scheduler).get("_schedulers", ()):
-        _set_base_lrs(inner, rates)

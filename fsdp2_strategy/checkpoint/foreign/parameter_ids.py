@@ -2,15 +2,18 @@
 
 Input: a `StoredOptimizer` with integer ids, and the parameters of the model in order. Output: the name of each id.
 
-[Note: parameter ids] ``optimizer.state_dict()`` numbers the parameters group by group. A program builds its groups from
-``named_parameters()``, so a group has its parameters in the order of the model. Without groups, the ids are this order.
-With several groups, each id has a shape, that of its state. If all parameters of a shape are in one group, the order
-decides. Otherwise, the rules that programs use are tried: the groups of the optimizer to be loaded, weight decay for
-matrices only, that of transformers' Trainer, and consecutive parameters. They must agree.
+[Note: parameter ids] ``optimizer.state_dict()`` numbers the parameters group by group, in the order in which the
+program listed them. ``load_state_dict`` relies on a program that lists them again in this order, and so do we: if the
+optimizer to be loaded has as many groups with the same shapes in the same order, its parameters have the ids. If it has
+these groups in another order, sizes, shapes and hyper-parameters tell them apart. If it has other groups, or there is
+no program, each group is assumed to have its parameters in the order of the model. If the shapes allow only one such
+way, it is taken. If they allow several for a pair of groups of which one has no weight decay, the rules by which
+programs choose these parameters decide, if they agree. All else is an error.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,17 +21,23 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2_strategy.checkpoint.foreign.contents import Contents
+from fsdp2_strategy.checkpoint.foreign.interleavings import Shape, Ways, ways_in_order
 from fsdp2_strategy.checkpoint.foreign.stored_optimizer import StoredGroup, StoredOptimizer
 from fsdp2_strategy.checkpoint.foreign.tensors import StoredTensor
 from fsdp2_strategy.checkpoint.load_options import NO_OPTIMIZER
-from fsdp2_strategy.errors import CheckpointError, counted, some
-
-Shape = tuple[int, ...]
+from fsdp2_strategy.errors import CheckpointError, counted
 
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)", re.IGNORECASE)
 """As ``Trainer.get_decay_parameter_names`` of transformers 5.24; earlier versions also name all modules LayerNorm."""
 _BUFFERS = re.compile(
     r"running_(mean|var)|num_batches_tracked|inv_freq|position_ids|rotary_emb\.|attn\.(masked_)?bias$|_buffer$"
+)
+_ADVICE = (
+    "Create the optimizer with the saved program's groups, in its order, and pass it (optimizer=, or param_groups= of "
+    f"create_optimizer); or pass {NO_OPTIMIZER}."
+)
+_ADVICE_WITHOUT_PROGRAM = (
+    "Load it with your program and its optimizer (load_ckpt with trust=True), and save it there with save_ckpt."
 )
 
 
@@ -41,23 +50,43 @@ class Parameter:
     requires_grad: bool = True
 
 
-Parts = list[list[Parameter]]
-"""The parameters of each group."""
-
-
 @dataclass(frozen=True)
 class OwnGroup:
     """A group of the optimizer that is to be loaded."""
 
-    names: frozenset[str]
+    names: tuple[str, ...]
+    """In the order of the group."""
     settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Numbered:
+    """A stored optimizer with integer ids."""
+
+    groups: Sequence[StoredGroup]
+    """Those with parameters; one with all ids if the optimizer has no groups."""
+    shapes: Sequence[Sequence[Shape | None]]
+    """The shape of each parameter of each group by its state; None if it has none."""
+
+    @property
+    def count(self) -> int:
+        return sum(map(len, self.shapes))
+
+    def fits(self, parts: Sequence[Sequence[Parameter]]) -> bool:
+        """Return whether each group can have these parameters, in this order."""
+        return len(parts) == len(self.shapes) and all(map(_fits, self.shapes, parts))
+
+    def names(self, parts: Sequence[Sequence[Parameter]]) -> dict[int, str]:
+        """Return the name of each id, where each group has these parameters."""
+        ids = [int(index) for group in self.groups for index in group.params]
+        return dict(zip(ids, (parameter.name for part in parts for parameter in part), strict=True))
 
 
 def name_parameters(
     optimizer: StoredOptimizer,
     parameters: Sequence[Parameter],
     path: Path,
-    own_groups: Sequence[OwnGroup] = (),
+    own_groups: Sequence[OwnGroup] | None = None,
 ) -> StoredOptimizer:
     """Return the optimizer with names in place of integer ids; see [Note: parameter ids].
 
@@ -65,43 +94,41 @@ def name_parameters(
         optimizer: the stored optimizer; returned as it is if it has names.
         parameters: all parameters of the model, in its order.
         path: the checkpoint, for messages.
-        own_groups: the groups of the optimizer that is to be loaded.
+        own_groups: the groups of the optimizer that is to be loaded; None if there is no program. Then, some of
+            ``parameters`` may be others than the optimizer's, such as buffers.
 
     Raises:
         CheckpointError: the numbers of parameters or the shapes differ, or the names are ambiguous.
     """
     if optimizer.has_names:
         return optimizer
-    groups = [group for group in optimizer.groups if group.params]
-    groups = groups or [StoredGroup(tuple(sorted(optimizer.state, key=int)), {})]
-    shapes = {int(key): _shape_of(state) for key, state in optimizer.state.items()}
-    count = sum(len(group.params) for group in groups)
+    numbered = _numbered(optimizer)
+    if own_groups and (parts := _as_own(numbered, parameters, own_groups, path)) is not None:
+        return optimizer.renamed(numbered.names(parts))
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    candidates = next((found for found in (trainable, list(parameters)) if len(found) == count), None)
+    candidates = next((each for each in (trainable, list(parameters)) if len(each) == numbered.count), None)
+    if candidates is None and own_groups is None and numbered.count < len(parameters):
+        candidates = list(parameters)
+    counts = f"it numbers {counted(numbered.count, 'parameter')} without names"
     if candidates is None:
-        raise CheckpointError(
-            f"cannot load the optimizer from {path}: it numbers {counted(count, 'parameter')} without names, expected "
-            f"the model's {len(trainable)} that are trained, or all {len(parameters)}. Freeze the same parameters, or "
-            f"pass {NO_OPTIMIZER}."
-        )
-    assignments = _assignments(groups, shapes, candidates, own_groups)
-    if not assignments:
-        raise CheckpointError(
-            f"cannot load the optimizer from {path}: it numbers {counted(count, 'parameter')} without names, in groups "
-            f"of {', '.join(str(len(group.params)) for group in groups)}, and their shapes are not those of the model "
-            f"in its order, expected {shapes_text(candidates)}. Save it with get_optimizer_state_dict, which has "
-            f"names, or pass {NO_OPTIMIZER}."
-        )
-    if len(assignments) > 1:
-        first, second = assignments[:2]
-        unclear = sorted(first[key] for key in first if first[key] != second[key])
-        raise CheckpointError(
-            f"cannot load the optimizer from {path}: its groups number the parameters without names, and "
-            f"{some(unclear, 'parameter')} can be in more than one of them, expected one way to match shapes. Create "
-            "the optimizer with the same groups as in the saved program, or save it with get_optimizer_state_dict, "
-            "which has names."
-        )
-    return optimizer.renamed(assignments[0])
+        every = f"the model's {len(trainable)} that are trained, or all {len(parameters)}"
+        expected = f"at most the {len(parameters)} weights" if own_groups is None else every
+        raise _error(path, f"{counts}, expected {expected}.", own_groups)
+    ways = ways_in_order(numbered.shapes, [parameter.shape for parameter in candidates])
+    if ways.is_one:
+        return optimizer.renamed(numbered.names(_parts(ways.found[0], candidates, numbered)))
+    if ways.is_complete:
+        sizes = ", ".join(str(len(group.params)) for group in numbered.groups)
+        problem = f"{counts}, in groups of {sizes}, and their shapes are not those of the model in its order, expected "
+        raise _error(path, f"{problem}{shapes_text(candidates)}.", own_groups)
+    by_decay: list[dict[int, str]] = []
+    for parts in _by_decay(numbered, candidates):
+        if numbered.fits(parts) and (names := numbered.names(parts)) not in by_decay:
+            by_decay.append(names)
+    if len(by_decay) == 1:
+        return optimizer.renamed(by_decay[0])
+    problem = f"{counts}, in {counted(len(numbered.groups), 'group')}, and {_unclear(ways, candidates)}"
+    raise _error(path, f"{problem}, expected one way to match shapes in the order of the model.", own_groups)
 
 
 def named_optimizer(contents: Contents) -> StoredOptimizer | None:
@@ -115,8 +142,8 @@ def named_optimizer(contents: Contents) -> StoredOptimizer | None:
     optimizer = contents.optimizer
     if optimizer is None or optimizer.has_names:
         return optimizer
-    count = sum(len(group.params) for group in optimizer.groups) or len(optimizer.state)
-    return name_parameters(optimizer, parameters_of_weights(contents.weights, count), contents.foreign.path)
+    parameters = parameters_of_weights(contents.weights, _numbered(optimizer).count)
+    return name_parameters(optimizer, parameters, contents.foreign.path)
 
 
 def parameters_of_weights(weights: Mapping[str, StoredTensor], count: int) -> list[Parameter]:
@@ -124,8 +151,9 @@ def parameters_of_weights(weights: Mapping[str, StoredTensor], count: int) -> li
     every = [Parameter(name, tensor.shape) for name, tensor in weights.items()]
     if len(every) == count:
         return every
-    floating = [p for p in every if weights[p.name].dtype.is_floating_point and not _BUFFERS.search(p.name)]
-    return floating if len(floating) == count else every
+    floating = [p for p in every if weights[p.name].dtype.is_floating_point]
+    without_buffers = [p for p in floating if not _BUFFERS.search(p.name)]
+    return next((found for found in (without_buffers, floating) if len(found) >= count), every)
 
 
 def shapes_text(parameters: Sequence[Parameter]) -> str:
@@ -134,105 +162,96 @@ def shapes_text(parameters: Sequence[Parameter]) -> str:
     return f"{listed}{', ...' if len(parameters) > 3 else ''}"
 
 
+def _error(path: Path, problem: str, own_groups: Sequence[OwnGroup] | None) -> CheckpointError:
+    if own_groups is None:
+        return CheckpointError(f"cannot convert the optimizer of {path}: {problem} {_ADVICE_WITHOUT_PROGRAM}")
+    return CheckpointError(f"cannot load the optimizer from {path}: {problem} {_ADVICE}")
+
+
+def _numbered(optimizer: StoredOptimizer) -> _Numbered:
+    groups = [group for group in optimizer.groups if group.params]
+    groups = groups or [StoredGroup(tuple(sorted(optimizer.state, key=int)), {})]
+    shapes = {int(key): _shape_of(state) for key, state in optimizer.state.items()}
+    return _Numbered(groups, [[shapes.get(int(index)) for index in group.params] for group in groups])
+
+
 def _shape_of(state: Mapping[str, object]) -> Shape | None:
     """Return the shape of a parameter by its state; None if all of it is smaller."""
     shapes = [value.shape for key, value in state.items() if isinstance(value, StoredTensor) and key != "step"]
     return max(shapes, key=len, default=None)
 
 
-def _assignments(
-    groups: Sequence[StoredGroup],
-    shapes: Mapping[int, Shape | None],
-    parameters: Sequence[Parameter],
-    own_groups: Sequence[OwnGroup],
-) -> list[dict[int, str]]:
-    """Return the different ways to name the ids that fit all shapes."""
-    if len(groups) == 1:
-        found = [_in_order(groups, shapes, [list(parameters)])]
-    else:
-        by_shape = _by_shape(groups, shapes, parameters)
-        if by_shape is not None:
-            return [by_shape]
-        found = [_in_order(groups, shapes, parts) for parts in _ways_to_group(groups, parameters, own_groups)]
-    distinct: list[dict[int, str]] = []
-    for names in found:
-        if names is not None and names not in distinct:
-            distinct.append(names)
-    return distinct
+def _fits(shapes: Sequence[Shape | None], part: Sequence[Parameter]) -> bool:
+    return len(shapes) == len(part) and all(s in (None, p.shape) for s, p in zip(shapes, part, strict=True))
 
 
-def _in_order(groups: Sequence[StoredGroup], shapes: Mapping[int, Shape | None], parts: Parts) -> dict[int, str] | None:
-    if [len(group.params) for group in groups] != [len(part) for part in parts]:
+def _as_own(
+    numbered: _Numbered, parameters: Sequence[Parameter], own_groups: Sequence[OwnGroup], path: Path
+) -> list[list[Parameter]] | None:
+    """Return the parameters of each stored group if the optimizer to be loaded has the same groups, else None."""
+    by_name = {parameter.name: parameter for parameter in parameters}
+    own = [group for group in own_groups if group.names]
+    if any(name not in by_name for group in own for name in group.names) or len(own) != len(numbered.groups):
         return None
-    names = {}
-    for group, part in zip(groups, parts, strict=True):
-        for index, parameter in zip(group.params, part, strict=True):
-            if shapes.get(int(index)) not in (None, parameter.shape):
-                return None
-            names[int(index)] = parameter.name
-    return names
+    parts = [[by_name[name] for name in group.names] for group in own]
+    of_stored, of_own = ([_key(group.settings) for group in groups] for groups in (numbered.groups, own))
+    if numbered.fits(parts):
+        if of_stored != of_own and sorted(map(str, of_stored)) == sorted(map(str, of_own)):
+            problem = (
+                f"its {len(own)} groups have the shapes of this optimizer's groups, but the learning rates and weight "
+                "decays in another order, expected the groups in the same order."
+            )
+            raise _error(path, problem, own_groups)
+        return parts
+    return _reordered(numbered, parts, of_stored, of_own)
 
 
-def _by_shape(
-    groups: Sequence[StoredGroup], shapes: Mapping[int, Shape | None], parameters: Sequence[Parameter]
-) -> dict[int, str] | None:
-    """Return the names if each id has a shape that occurs in one group only; else None."""
-    group_of: dict[Shape, set[int]] = {}
-    ids: dict[Shape, list[int]] = {}
-    for number, group in enumerate(groups):
-        for index in group.params:
-            shape = shapes.get(int(index))
-            if shape is None:
-                return None
-            group_of.setdefault(shape, set()).add(number)
-            ids.setdefault(shape, []).append(int(index))
-    names: dict[Shape, list[str]] = {}
-    for parameter in parameters:
-        names.setdefault(parameter.shape, []).append(parameter.name)
-    if any(len(numbers) > 1 for numbers in group_of.values()):
+def _reordered(
+    numbered: _Numbered, parts: Sequence[list[Parameter]], of_stored: Sequence[object], of_own: Sequence[object]
+) -> list[list[Parameter]] | None:
+    """Return own groups in the order of the stored ones, if sizes, shapes and hyper-parameters allow only one."""
+    fitting = [[i for i, part in enumerate(parts) if _fits(shapes, part)] for shapes in numbered.shapes]
+    same = [
+        [i for i in found if len(found) == 1 or of_own[i] == key] for found, key in zip(fitting, of_stored, strict=True)
+    ]
+    if any(len(found) != 1 for found in same) or len(set(itertools.chain(*same))) < len(parts):
         return None
-    if {shape: len(found) for shape, found in names.items()} != {shape: len(found) for shape, found in ids.items()}:
-        return None
-    return {index: name for shape, own in ids.items() for index, name in zip(own, names[shape], strict=True)}
+    return [parts[found[0]] for found in same]
 
 
-def _ways_to_group(
-    groups: Sequence[StoredGroup], parameters: Sequence[Parameter], own_groups: Sequence[OwnGroup]
-) -> Iterator[Parts]:
-    """Yield the parameters of each group, by the rules that programs use; the groups of the optimizer decide first."""
-    if (parts := _as_own(own_groups, groups, parameters)) is not None:
-        yield parts
+def _key(settings: Mapping[str, Any]) -> tuple[object, object]:
+    """Return the hyper-parameters that tell groups apart and that no schedule changes."""
+    rate = settings.get("initial_lr", settings.get("lr"))
+    return (None if rate is None else float(rate)), settings.get("weight_decay")
+
+
+def _parts(way: Sequence[int | None], parameters: Sequence[Parameter], numbered: _Numbered) -> list[list[Parameter]]:
+    parts: list[list[Parameter]] = [[] for _ in numbered.groups]
+    for number, parameter in zip(way, parameters, strict=True):
+        if number is not None:
+            parts[number].append(parameter)
+    return parts
+
+
+def _unclear(ways: Ways, parameters: Sequence[Parameter]) -> str:
+    """Return which parameters are not the same in the two ways that were found, for a message."""
+    if len(ways.found) < 2:
+        return "there are too many ways to match their shapes"
+    first, second = ways.found
+    differing = [p.name for p, one, other in zip(parameters, first, second, strict=True) if one != other]
+    return f"some, such as {', '.join(differing[:2])}, can be in more than one of them"
+
+
+def _by_decay(numbered: _Numbered, parameters: Sequence[Parameter]) -> Iterator[list[list[Parameter]]]:
+    """Yield the parameters with and without weight decay by the rules that programs use, for a pair of such groups."""
+    decays = [group.settings.get("weight_decay") for group in numbered.groups]
+    if len(decays) != 2 or None in decays or bool(decays[0]) == bool(decays[1]):
         return
-    if len(groups) == 2:
-        rules: list[Callable[[Parameter], bool]] = [
-            lambda p: len(p.shape) >= 2,
-            lambda p: not _NO_DECAY.search(p.name),
-            lambda p: not p.name.endswith("bias"),
-        ]
-        for rule in rules:
-            chosen, rest = [p for p in parameters if rule(p)], [p for p in parameters if not rule(p)]
-            yield [chosen, rest]
-            yield [rest, chosen]
-    sizes = [len(group.params) for group in groups]
-    begins = [sum(sizes[:index]) for index in range(len(sizes))]
-    yield [list(parameters[begin : begin + size]) for begin, size in zip(begins, sizes, strict=True)]
-
-
-def _as_own(own: Sequence[OwnGroup], stored: Sequence[StoredGroup], parameters: Sequence[Parameter]) -> Parts | None:
-    """Return the parameters of each stored group if the optimizer to be loaded has the same groups, in any order.
-
-    Groups are the same if they have as many parameters, and of those with as many, the same weight decay.
-    """
-    sizes = [len(group.params) for group in stored]
-    if sorted(len(group.names) for group in own) != sorted(sizes):
-        return None
-    is_decay_needed = len(set(sizes)) < len(sizes)
-
-    def key(size: int, settings: Mapping[str, Any]) -> tuple[Any, ...]:
-        return (size, settings.get("weight_decay")) if is_decay_needed else (size,)
-
-    by_key = {key(len(group.names), group.settings): group.names for group in own}
-    keys = [key(len(group.params), group.settings) for group in stored]
-    if len(by_key) < len(own) or set(keys) != set(by_key):
-        return None
-    return [[p for p in parameters if p.name in by_key[each]] for each in keys]
+    rules: list[Callable[[Parameter], bool]] = [
+        lambda p: len(p.shape) > 1,
+        lambda p: not _NO_DECAY.search(p.name),
+        lambda p: not p.name.endswith("bias"),
+    ]
+    for rule in rules:
+        parts = [p for p in parameters if rule(p)], [p for p in parameters if not rule(p)]
+        yield [*parts] if decays[0] else [*reversed(parts)]

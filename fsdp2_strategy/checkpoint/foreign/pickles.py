@@ -8,18 +8,19 @@ reads on as many ranks as wrote it, become `PickledShards`.
 
 from __future__ import annotations
 
+import errno
 import logging
 import pickle
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
-from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.errors import CheckpointError, shortened
 
 _SHARDED_TENSOR = ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor")
 
@@ -85,22 +86,54 @@ vars(_PICKLE).update(vars(pickle))
 vars(_PICKLE)["Unpickler"] = _Unpickler
 
 
+def unpickle_file(path: Path) -> Any:
+    """Return the content of a file of ``torch.save``; tensors are memory-mapped where its format allows.
+
+    Raises:
+        CheckpointError: it is missing or corrupt.
+    """
+    try:
+        return unpickle(path)
+    except MemoryError:
+        raise
+    except Exception as error:  # corrupt bytes can raise any error
+        raise unreadable(path, error) from error
+
+
 def unpickle(file: Path | IO[bytes]) -> Any:
-    """Return the content of a file of ``torch.save``; tensors of a path are memory-mapped where its format allows."""
-    mmap: dict[str, bool] = {"mmap": True} if isinstance(file, Path) else {}
+    """Return the content of a file, or of bytes, of ``torch.save``; raise whatever the bytes raise."""
+    ways: list[dict[str, Any]] = [{"weights_only": True}, {"weights_only": False, "pickle_module": _PICKLE}]
+    if isinstance(file, Path):
+        ways = [{**ways[0], "mmap": True}, {**ways[1], "mmap": True}, ways[1]]
     with warnings.catch_warnings(), _without_mesh_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning)
         warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
-        try:
-            return _load(file, weights_only=True, **mmap)
-        except (pickle.UnpicklingError, RuntimeError):
-            pass  # it has other classes, or a format that cannot be mapped
-        for options in [mmap, {}] if mmap else [{}]:
-            try:
-                return _load(file, weights_only=False, pickle_module=_PICKLE, **options)
-            except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-                last = error
-    raise CheckpointError(f"cannot read {file}: {last}. Expected a file that torch.save wrote.") from last
+        for options in ways[:-1]:
+            # It may have other classes, or a format that cannot be mapped.
+            with suppress(pickle.UnpicklingError, RuntimeError, ValueError, EOFError):
+                return _load(file, **options)
+        return _load(file, **ways[-1])
+
+
+def unreadable(path: Path, error: Exception) -> CheckpointError:
+    """Return the error for a file that cannot be read, with the reason and what to do."""
+    advice = "Copy the checkpoint again, or load another one."
+    if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.EINVAL):
+        advice = "Check the file's permissions and its file system."
+    return CheckpointError(f"cannot read {path}: {_reason(error)}, expected the file that torch wrote. {advice}")
+
+
+def _reason(error: Exception) -> str:
+    text = (str(error).splitlines() or [""])[0]
+    if isinstance(error, FileNotFoundError):
+        return "it is missing"
+    if isinstance(error, EOFError) or "central directory" in text or getattr(error, "errno", None) == errno.EINVAL:
+        return "it is truncated"  # EINVAL: torch looks for a position before the start of a short file
+    if isinstance(error, OSError):
+        return error.strerror or text
+    if isinstance(error, pickle.UnpicklingError) or "Weights only load" in text:  # torch's advice is for other files
+        return "its bytes are corrupt"
+    return f"its bytes are corrupt ({type(error).__name__}: {shortened(text)})"
 
 
 @contextmanager

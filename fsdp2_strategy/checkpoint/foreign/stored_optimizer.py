@@ -19,6 +19,9 @@ from fsdp2_strategy.model.names import clean
 Keys = tuple[str | int, ...]
 """The path of a value in a tree."""
 
+_NAMES = ("params", "param_names")
+"""The entries of a group with its parameters."""
+_PARAM_OF_GROUP = re.compile(r"(\d+)\.(params|param_names)\.(\d+)")
 _WRAPPERS = ("_fsdp_wrapped_module.", "_forward_module.")
 
 
@@ -66,7 +69,8 @@ class StoredOptimizer:
 
 def take_optimizers(tree: Tree, path: Keys) -> Iterator[StoredOptimizer]:
     """Remove the optimizers from a tree, and yield them; see [Note: parts]."""
-    is_named = "optim" in str(path[-1] if path else "")
+    named = [key for key in path[-2:] if not str(key).isdecimal()]  # a list of optimizers has numbers
+    is_named = bool(named) and "optim" in str(named[-1])
     if isinstance(tree.get("param_groups"), dict | list) or (is_named and isinstance(tree.get("state"), dict)):
         yield _nested_optimizer(tree.pop("state", {}), tree.pop("param_groups", {}))
     flat = {key: tree[key] for key in tree if str(key).startswith(("state.", "param_groups."))}
@@ -74,7 +78,7 @@ def take_optimizers(tree: Tree, path: Keys) -> Iterator[StoredOptimizer]:
         for key in flat:
             del tree[key]
         if flat:
-            yield _flat_optimizer(flat)
+            yield _flat_optimizer(flat, path)
     for key in [key for key, value in tree.items() if isinstance(value, dict)]:
         yield from take_optimizers(tree[key], (*path, key))
         if not tree[key]:
@@ -91,7 +95,7 @@ def _nested_optimizer(state: Any, groups: Any) -> StoredOptimizer:
         if names and all(isinstance(param, int) for param in params):
             by_id |= {param: str(name) for param, name in zip(params, names, strict=True) if isinstance(param, int)}
             params = names
-        settings = {k: plain(v) for k, v in group.items() if k not in ("params", "param_names")}
+        settings = {k: plain(v) for k, v in group.items() if k not in _NAMES}
         found.append(StoredGroup(tuple(clean_name(p) if isinstance(p, str) else p for p in params), settings))
     states = {}
     for key, values in (state or {}).items():
@@ -104,18 +108,41 @@ def _nested_optimizer(state: Any, groups: Any) -> StoredOptimizer:
     return StoredOptimizer(states, tuple(found))
 
 
-def _flat_optimizer(flat: Mapping[Any, Any]) -> StoredOptimizer:
-    """Return the optimizer of keys such as ``state.<name>.exp_avg`` and ``param_groups.<name>.lr``."""
+def _flat_optimizer(flat: Mapping[Any, Any], path: Keys) -> StoredOptimizer:
+    """Return the optimizer of keys such as ``state.<name>.exp_avg`` and ``param_groups.<name>.lr``.
+
+    In place of names, the state may have integer ids, and the groups numbers, as in ``param_groups.0.params``.
+    """
     state: dict[str | int, dict[str, Any]] = {}
     settings: dict[str, dict[str, Any]] = {}
     for key, value in flat.items():
         kind, _, rest = str(key).partition(".")
         name, _, of = rest.rpartition(".")
+        match = _PARAM_OF_GROUP.fullmatch(rest)
         if kind == "state":
             state.setdefault(clean_name(name), {})[of] = value
-        elif of not in ("params", "param_names"):
-            settings.setdefault(clean_name(name), {})[of] = plain(value)
-    return StoredOptimizer(state, tuple(StoredGroup((name,), own) for name, own in settings.items()))
+        elif match:
+            settings.setdefault(match[1], {}).setdefault(match[2], {})[int(match[3])] = value
+        else:
+            settings.setdefault(clean_name(name), {})[of] = value
+    is_by_number = any(name.isdecimal() and "params" in own for name, own in settings.items())
+    if not is_by_number and set(settings) == {"0"}:  # the only group
+        is_by_number, settings["0"]["params"] = True, list(state)
+    if is_by_number or (not settings and all(str(key).isdecimal() for key in state)):
+        return _nested_optimizer(state, {key: settings[key] for key in sorted(settings, key=_number_of)})
+    if unknown := [name for name in settings if state and name.isdecimal() and name not in state]:
+        where = ".".join(map(str, path)) or "its keys"
+        raise CheckpointError(
+            f"cannot load the optimizer: the groups {', '.join(unknown[:3])} of {where} "
+            "have no params, expected the names of parameters. Save the state with get_optimizer_state_dict, which has "
+            "names."
+        )
+    named = {name: {k: plain(v) for k, v in own.items() if k not in _NAMES} for name, own in settings.items()}
+    return StoredOptimizer(state, tuple(StoredGroup((name,), own) for name, own in named.items()))
+
+
+def _number_of(name: str) -> int:
+    return int(name) if name.isdecimal() else -1
 
 
 def _as_id(key: Any) -> str | int:

@@ -9,29 +9,21 @@ the shards of all ranks.
 
 from __future__ import annotations
 
-import io
 import json
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
-from fsdp2_strategy.checkpoint.foreign.pickles import PickledShards, UnknownObject, unpickle
+from fsdp2_strategy.checkpoint.foreign.dcp_files import load_dcp, metadata_of
+from fsdp2_strategy.checkpoint.foreign.pickles import PickledShards, UnknownObject, unpickle_file, unreadable
 from fsdp2_strategy.checkpoint.foreign.sources import Source
-from fsdp2_strategy.checkpoint.storage import convert_dcp_errors
-from fsdp2_strategy.distributed.process_group import group_in_use
 from fsdp2_strategy.distributed.torch_internals import local_of
-from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.errors import CheckpointError, FSDP2StrategyError
 from fsdp2_strategy.model.boxes import Box, box_of, shard_at
 from fsdp2_strategy.model.shards import local_shard
 from fsdp2_strategy.storage.file_reads import read_file
@@ -113,7 +105,7 @@ def read_into(pairs: Sequence[tuple[StoredTensor, torch.Tensor]], *, no_dist: bo
         with Reader("loading") as reader:
             reader.read(requests)
     for folder, state in of_folder.items():
-        _load_dcp(folder, dict(state), no_dist=no_dist)
+        load_dcp(folder, dict(state), no_dist=no_dist)
 
 
 def values_of(tensors: Sequence[StoredTensor]) -> list[Any]:
@@ -123,38 +115,27 @@ def values_of(tensors: Sequence[StoredTensor]) -> list[Any]:
     return [tensor.item() for tensor in read]
 
 
-def _load_dcp(folder: Path, state: dict[str, Any], *, no_dist: bool) -> dict[str, Any]:
-    with convert_dcp_errors(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        load(
-            state,
-            storage_reader=FileSystemReader(folder),
-            planner=_Planner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            process_group=None if no_dist else group_in_use(),
-            no_dist=no_dist or not dist.is_initialized(),
-        )
-    return state
-
-
-class _Planner(DefaultLoadPlanner):
-    """Read values that are not tensors with `unpickle`."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.state_dict[read_item.dest_index.fqn] = unpickle(value)
-
-
 def read_tree(source: Source) -> Tree:
-    """Return the content of a source below the key of its role; not collective."""
-    if source.form == "dcp":
-        tree = _dcp_tree(source.paths[0])
-    elif source.form == "weights":
-        tree = _weights_tree(source.paths[0])
-    elif source.form == "json":
-        tree = _json_tree(source.paths[0])
-    else:
-        contents = [unpickle(path) for path in source.paths]
-        merged = _merged(contents, source.paths[0])
-        tree = merged if isinstance(merged, dict) else {"value": merged}
+    """Return the content of a source below the key of its role; not collective.
+
+    Raises:
+        CheckpointError: a file is missing or corrupt.
+    """
+    path = source.paths[0]
+    try:
+        if source.form == "dcp":
+            tree = _dcp_tree(path)
+        elif source.form == "weights":
+            tree = _weights_tree(path)
+        elif source.form == "json":
+            tree = _json_tree(path)
+        else:
+            merged = _merged([unpickle_file(each) for each in source.paths], path)
+            tree = merged if isinstance(merged, dict) else {"value": merged}
+    except (FSDP2StrategyError, MemoryError):
+        raise
+    except Exception as error:  # corrupt bytes can be a pickle of anything
+        raise unreadable(path, error) from error
     return {source.role: tree} if source.role else tree
 
 
@@ -173,18 +154,12 @@ def _weights_tree(path: Path) -> Tree:
 
 
 def _dcp_tree(folder: Path) -> Tree:
-    try:
-        metadata = FileSystemReader(folder).read_metadata()
-    except Exception as error:
-        raise CheckpointError(
-            f"cannot read {folder / '.metadata'}: {error}. Expected the index that torch.distributed.checkpoint "
-            "wrote. Copy the folder again."
-        ) from error
+    metadata = metadata_of(folder)
     entries = metadata.state_dict_metadata
     planned = metadata.planner_data or {}
     names = [*(name for name in planned if name in entries), *(name for name in entries if name not in planned)]
     values = {name: None for name in names if isinstance(entries[name], BytesStorageMetadata)}
-    read = _load_dcp(folder, dict(values), no_dist=True) if values else {}
+    read = load_dcp(folder, dict(values), no_dist=True) if values else {}
     tree: Tree = {}
     for name in names:
         entry = entries[name]
