@@ -6,7 +6,7 @@ imports no torch and reads no pickle.
 [Note: newest checkpoint of another system] Of several checkpoints in a directory, ``last`` or ``latest`` is the newest;
 else the one with the highest step in its name, if all names have a step; else that with the highest number, if the
 names are equal but for it and say that they are checkpoints, such as ``epoch_1``. Otherwise it is an error that lists
-them: the wrong run, or an old step, would go on without a word.
+them: the wrong run, or an old step, would go on silently.
 """
 
 from __future__ import annotations
