@@ -23,7 +23,7 @@ class Lines(logging.Handler):
 
     def __enter__(self):
         logger = logging.getLogger("fsdp2_strategy")
-        self.level = logger.level
+        self.level_before = logger.level  # `level` is the handler's own
         logger.setLevel(logging.INFO)
         logger.addHandler(self)
         return self
@@ -31,4 +31,4 @@ class Lines(logging.Handler):
     def __exit__(self, *_):
         logger = logging.getLogger("fsdp2_strategy")
         logger.removeHandler(self)
-        logger.setLevel(self.level)
+        logger.setLevel(self.level_before)
