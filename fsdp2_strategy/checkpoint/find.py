@@ -122,7 +122,7 @@ def describe_fresh_start(load_dir: Path, *, trust: bool) -> tuple[str, int]:
     expects = logging.WARNING if trust else logging.INFO  # trust is for a checkpoint that another system has written
     if not exists(load_dir):
         return f"{load_dir} does not exist", expects
-    names = sorted(name for name in names_in(load_dir) if not name.startswith("."))
+    names = sorted(name for name in names_in(load_dir) if not name.startswith(".") and name != "lost+found")
     if not names:
         return f"no checkpoint in {load_dir}, which is empty", expects
     listed = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
