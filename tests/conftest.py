@@ -97,9 +97,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _leave_to_full(items: list[pytest.Item]) -> None:
-    """Mark every other case of a test on ranks for CI alone."""
+    """Mark two of three cases of a test on ranks for CI alone."""
     short = [item for item in items if _world_size(item) and not item.get_closest_marker("full")]
-    for item in _all_but_one_in(2, short):
+    for item in _all_but_one_in(3, short):
         item.add_marker("full")
         item.add_marker("each")
 

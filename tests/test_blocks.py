@@ -402,6 +402,7 @@ def test_a_root_that_holds_layers_is_reported_with_what_to_register_also_where_w
     assert not warnings_of(build("llama_tied")), "tied weights belong to the root"
 
 
+@pytest.mark.full
 def test_every_known_architecture_has_its_layers_outside_the_root():
     for name in set(HUGGING_FACE) - {
         "qwen2_vl",

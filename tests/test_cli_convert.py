@@ -22,7 +22,7 @@ from fsdp2_strategy.cli import main
 from fsdp2_strategy.errors import CheckpointError
 
 KINDS = [write.__name__ for write in WRITERS]
-USUAL = {"torchtitan": 3, "whole_numbered": 2}
+RANKS = {"torchtitan": 3, "whole_numbered": 2}
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +57,12 @@ def resume(folder, wrote):
 
 
 CASES = [
-    pytest.param(wrote, USUAL.get(wrote, 1 + index % 4), marks=() if wrote in USUAL else pytest.mark.full, id=wrote)
-    for index, wrote in enumerate(KINDS)
+    pytest.param(wrote, RANKS.get(wrote, 1 + i % 4), marks=() if wrote == "torchtitan" else pytest.mark.full, id=wrote)
+    for i, wrote in enumerate(KINDS)
 ]
 
 
+@pytest.mark.each
 @pytest.mark.parametrize(("wrote", "ranks"), CASES)
 def test_a_converted_run_goes_on_without_trust_and_with_the_losses_of_the_old_program(written, run_on, wrote, ranks):
     target = written / f"{wrote}.out"
@@ -102,6 +103,7 @@ def test_there_and_back_the_tensors_and_the_settings_are_the_same(written, tmp_p
     assert all(own in settings[1] for own in settings[0])
 
 
+@pytest.mark.full
 def test_ls_and_inspect_name_the_kind_the_step_and_the_command(written, capsys):
     assert main(["ls", str(written / "torchtitan")]) == 0
     _, line = capsys.readouterr().out.splitlines()

@@ -249,6 +249,8 @@ def test_the_decay_follows_the_schedule_of_lerobots_averages(options, expected):
     assert all(torch.allclose(averages.ema.averages[name], reference[name]) for name in reference)
 
 
+@pytest.mark.full
+@pytest.mark.each
 @pytest.mark.ranks(2)
 def test_a_checkpoint_has_the_averaged_policy_and_a_resumed_run_continues_its_averages(tmp_path):
     cfg = configuration(ema=averaging())

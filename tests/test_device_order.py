@@ -128,6 +128,7 @@ def test_a_trainer_on_another_stream_saves_exports_and_loads_its_last_weights(tm
     assert all(torch.equal(exported[name], saved[name]) for name in exported.keys() & saved.keys())
 
 
+@pytest.mark.full
 def test_each_thread_enters_the_order_of_its_caller_or_touches_no_device():
     root = Path(fsdp2_strategy.__file__).parent
     starting = {}

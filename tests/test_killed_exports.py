@@ -217,6 +217,8 @@ def test_a_file_system_without_links_replaces_an_export_too(lacking, tmp_path):
             assert (tmp_path / "model.safetensors").exists() == (not size)
 
 
+@pytest.mark.full
+@pytest.mark.each
 @pytest.mark.ranks(1)
 def test_links_of_the_folder_are_replaced_and_their_targets_stay(tmp_path, monkeypatch):
     """As in the Hugging Face cache, whose folders have links to blobs; the folder is a link, and the current one."""

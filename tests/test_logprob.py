@@ -116,6 +116,8 @@ def test_in_bf16_they_are_the_plain_ones_of_the_same_model():
         assert_close(grads[0][1], grads[1][1], 1e-2, name)
 
 
+@pytest.mark.full
+@pytest.mark.each
 @pytest.mark.ranks(2)
 def test_training_on_them_takes_the_steps_of_the_plain_ones_with_accumulation_and_recomputation():
     config = StrategyConfig(bf16=False, train_batch_size=4, activation_checkpointing=("LlamaDecoderLayer",))

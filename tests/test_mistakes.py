@@ -19,9 +19,11 @@ import torch.distributed as dist
 from helpers.mistakes import MISTAKES, page
 from helpers.models import batch_of, build
 from helpers.training import prepared, strategy_for, train
+from helpers.worlds import some
 from torch.distributed.tensor import DTensor
 
 PAGE = Path(__file__).parent.parent / "docs" / "troubleshooting.md"
+OF_ALL_RANKS = [name for name, entry in MISTAKES.items() if not entry.loses_a_rank]
 
 
 def make(name, folder):
@@ -84,7 +86,8 @@ def test_a_rank_that_waits_alone_hears_which_ranks_are_missing(name, tmp_path):
     assert printed[0].endswith("heard\n"), "\n".join(printed)
 
 
-@pytest.mark.parametrize("name", [name for name, entry in MISTAKES.items() if not entry.loses_a_rank])
+@pytest.mark.each
+@pytest.mark.parametrize("name", some(OF_ALL_RANKS, OF_ALL_RANKS[::4]))
 def test_every_rank_hears_of_a_mistake(name, tmp_path, run_on):
     run_on(2, make, name=name, folder=tmp_path)
 
