@@ -112,7 +112,7 @@ def load_foreign(
                 restore_foreign_schedule(scheduler, contents.schedule, contents.position, has_new_rates=has_new_rates)
     if contents.others:
         log("%s also has %s, which are not loaded", path, some(contents.others, "value"))
-    log("loaded %s, %s: %s", path, foreign.kind, contents.describe())
+    log("loaded %s, %s: %s", path.absolute(), foreign.kind, contents.describe())
     return LoadedCheckpoint(path=path, step=contents.step, client_state=contents.client_state, **report)
 
 
