@@ -35,7 +35,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, list_checkpoints, save_model, verify_checkpoint
-from fsdp2_strategy.checkpoint import directory, listing, load, save
+from fsdp2_strategy.checkpoint import directory, find, listing, save
 from fsdp2_strategy.checkpoint.paths import TRAINER_STATE, CheckpointPaths
 from fsdp2_strategy.hf.weights_folder import INDEX, WEIGHTS, read_index
 from fsdp2_strategy.integrations.lerobot import LeRobotLayout, save_policy
@@ -101,7 +101,7 @@ class Run:
             (directory, "remove", "rotation"),
             (directory, "delete", "deletion"),
             (save, "write_components", "writing"),
-            (load, "recover", "load"),
+            (find, "recover", "load"),
             (staged_folder.StagedFolder, "publish", "switch of an export"),
         ):
             setattr(owner, name, self.noting(phase, getattr(owner, name)))
