@@ -813,7 +813,7 @@ def test_what_cannot_be_done_is_said_on_every_rank(tmp_path):
 
     strategy = set_up(tmp_path)
     metrics = metrics_for(tmp_path, Recorder())
-    with pytest.raises(CheckpointError, match="is neither a committed checkpoint nor the directory of a run"):
+    with pytest.raises(CheckpointError, match="does not exist, expected the checkpoint that its name means"):
         strategy.load_optimizer_and_scheduler(tmp_path / "checkpoints" / "epoch=0-step=9.ckpt")
     with pytest.raises(CheckpointError, match="is neither a committed checkpoint nor the directory of a run"):
         strategy.load_optimizer_and_scheduler(tmp_path / "misspelt")
