@@ -147,15 +147,22 @@ def test_on_a_terminal_lines_stand_above_the_bar_and_one_without_columns_has_non
     """Write to a pseudo-terminal, and read what it shows."""
     script = """
 import os, sys, time
-from tqdm import tqdm
 from fsdp2_strategy.distributed.log import logger, show_log
+from fsdp2_strategy.distributed.progress import Progress
 from fsdp2_strategy import FSDPV2Strategy
 from fsdp2_strategy.distributed.terminal import is_terminal
 print("terminal", is_terminal())
 show_log("INFO")
-for step in tqdm(range(3), mininterval=0, desc="training"):
-    logger.info("saved %d", step)
-    FSDPV2Strategy.print("step", step)
+with Progress("training", 3, unit="step") as bar:
+    for step in range(3):
+        bar.update()
+        logger.info("saved %d", step)
+        FSDPV2Strategy.print("step", step)
+    if not os.fork():  # a child neither draws the bar nor takes its lock
+        bar._bar.get_lock().acquire = None
+        logger.info("child")
+        os._exit(0)
+    assert os.wait()[1] == 0
 """
     for columns in (60, 0):
         parent, child = pty.openpty()

@@ -21,6 +21,7 @@ from fsdp2_strategy.checkpoint.foreign.recognise import (
     describe_contents,
     incomplete_after,
     newest_in,
+    readable_candidates_in,
 )
 from fsdp2_strategy.checkpoint.foreign.sources import step_of
 from fsdp2_strategy.checkpoint.listing import (
@@ -108,8 +109,10 @@ def _check_fresh_start(load_dir: Path) -> None:
         raise CheckpointError(f"no checkpoint to load: {describe_missing(load_dir)} Pass the path of a checkpoint.")
     if not exists(load_dir):
         parent = load_dir.absolute().parent
-        siblings = [each.path.name for each in candidates_in(parent)]
-        if load_dir.suffix in FILE_ENDINGS or (siblings and step_of(load_dir) is not None):
+        is_file = load_dir.suffix in FILE_ENDINGS
+        may_be_step = is_file or step_of(load_dir) is not None
+        siblings = [each.path.name for each in readable_candidates_in(parent)] if may_be_step else []
+        if is_file or siblings:
             there = f" {parent} has {some(siblings, 'checkpoint')}." if siblings else ""
             raise CheckpointError(
                 f"no checkpoint to load: {load_dir} does not exist, expected the checkpoint that its name means."

@@ -12,7 +12,7 @@ from typing import Any, Self
 from tqdm import tqdm
 
 from fsdp2_strategy.distributed.log import logger
-from fsdp2_strategy.distributed.terminal import is_terminal
+from fsdp2_strategy.distributed.terminal import drawn, is_terminal
 
 SECONDS_BETWEEN_LINES = 30.0
 
@@ -29,14 +29,16 @@ class Progress:
         self._logs = is_shown and not is_terminal()
         self._begin = self._last_line = time.monotonic()
         self._lock = threading.Lock()
-        self._bar: tqdm[Any] = tqdm(
-            total=total,
-            desc=what,
-            unit=unit,
-            unit_scale=unit == "B",
-            initial=done,
-            leave=False,
-            disable=not is_shown or self._logs,
+        self._bar: tqdm[Any] = drawn(
+            tqdm(
+                total=total,
+                desc=what,
+                unit=unit,
+                unit_scale=unit == "B",
+                initial=done,
+                leave=False,
+                disable=not is_shown or self._logs,
+            )
         )
 
     def update(self, done: int = 1) -> None:

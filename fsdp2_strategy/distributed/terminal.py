@@ -10,6 +10,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
+
+_bars: WeakSet[Any] = WeakSet()
+"""The bars that this process has drawn."""
+# A child that is forked would draw its parent's bars, and wait for a lock that another thread may have held.
+os.register_at_fork(after_in_child=_bars.clear)
 
 
 def is_terminal() -> bool:
@@ -22,12 +28,18 @@ def is_terminal() -> bool:
         return True
 
 
+def drawn(bar: Any) -> Any:
+    """Note that this process draws a bar of tqdm, and return it."""
+    _bars.add(bar)
+    return bar
+
+
 @contextmanager
 def above_bars(stream: Any) -> Iterator[None]:
-    """Write to a stream in this block without mixing its text with bars that tqdm has drawn."""
-    tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)  # without tqdm, there is no bar
-    if tqdm is None:
+    """Write to a stream in this block without mixing its text with the bars of this package."""
+    bar = next((bar for bar in list(_bars) if not bar.disable), None)
+    if bar is None:
         yield
         return
-    with tqdm.external_write_mode(file=stream):
+    with bar.external_write_mode(file=stream):
         yield

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from tqdm import tqdm
 
 from fsdp2_strategy.distributed.log import logger
-from fsdp2_strategy.distributed.terminal import is_terminal
+from fsdp2_strategy.distributed.terminal import drawn, is_terminal
 from fsdp2_strategy.errors import size_text
 from fsdp2_strategy.optim.step import StepResult
 
@@ -153,12 +153,14 @@ class StepLog:
         if self.has_bar and self.is_shown:
             if self._bar is None:
                 before = result.step - result.stepped
-                self._bar = tqdm(
-                    total=self.total_steps,
-                    desc=self._name or "training",
-                    unit="step",
-                    initial=before,
-                    dynamic_ncols=True,
+                self._bar = drawn(
+                    tqdm(
+                        total=self.total_steps,
+                        desc=self._name or "training",
+                        unit="step",
+                        initial=before,
+                        dynamic_ncols=True,
+                    )
                 )
             self._bar.total = self.total_steps
             self._bar.bar_format = _BAR if self.total_steps else _BAR_WITHOUT_TOTAL

@@ -11,6 +11,7 @@ them: the wrong run, or an old step, would go on silently.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
@@ -28,6 +29,7 @@ __all__ = [
     "describe_contents",
     "incomplete_after",
     "newest_in",
+    "readable_candidates_in",
     "recognise",
 ]
 
@@ -104,7 +106,7 @@ def choose(path: Path, *, any_name: bool = False) -> Foreign | None:
     found = candidates_in(path, any_name=any_name)
     if len(found) < 2:
         return found[0] if found else None
-    last = [each for each in found if _LAST.fullmatch(each.path.stem)]
+    last = [each for each in found if _LAST.fullmatch(_stem(each.path))]
     if len(last) == 1:
         return last[0]
     steps = [each.named_step for each in found]
@@ -137,13 +139,26 @@ def incomplete_after(path: Path, chosen: Foreign) -> list[str]:
     return [name for name in names if (step := step_of(path / name)) is not None and step > chosen.named_step]
 
 
+def readable_candidates_in(path: Path) -> list[Foreign]:
+    """Return `candidates_in` a directory other than the one to load; none if it cannot be read, or lacks files."""
+    with contextlib.suppress(CheckpointError):
+        return candidates_in(path)
+    return []
+
+
+def _readable_names_in(path: Path) -> list[str]:
+    with contextlib.suppress(CheckpointError):
+        return sorted(names_in(path))
+    return []
+
+
 def below(path: Path) -> list[Path]:
     """Return the directories with checkpoints of other systems one level below a directory, else two levels below."""
     level = [path]
     for _ in range(2):
-        level = [each / name for each in level for name in sorted(names_in(each)) if not name.startswith(".")]
+        level = [each / name for each in level for name in _readable_names_in(each) if not name.startswith(".")]
         level = [each for each in level[:_MOST_FOLDERS] if is_directory(each)]
-        found = [each for each in level if any(not foreign.is_hugging_face for foreign in candidates_in(each))]
+        found = [each for each in level if any(not foreign.is_hugging_face for foreign in readable_candidates_in(each))]
         if found:
             return found
     return []
