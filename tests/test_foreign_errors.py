@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from fsdp2_strategy.checkpoint.find import describe_fresh_start, find_checkpoint
+from fsdp2_strategy.checkpoint.foreign import recognise as recognising
 from fsdp2_strategy.checkpoint.foreign.contents import read_contents
 from fsdp2_strategy.checkpoint.foreign.parameter_ids import OwnGroup, Parameter, name_parameters, named_optimizer
 from fsdp2_strategy.checkpoint.foreign.recognise import (
@@ -502,3 +503,17 @@ def test_a_load_names_the_damaged_file_of_any_rank(tmp_path):
         CheckpointError, match=r"cannot read .*ckpt.pt: it is truncated, expected .*Copy the checkpoint"
     ):
         strategy.load_ckpt(model, tmp_path / "ckpt.pt", trust=True, load_module_only=True)
+
+
+def test_a_neighbour_that_lacks_files_or_cannot_be_read_does_not_stop_a_fresh_start(tmp_path, monkeypatch):
+    touch(tmp_path, "runs/old/model_world_size_2_rank_0.pt", "runs/new/notes/a.txt")
+    assert found_in(tmp_path / "runs/next-step5") is None
+    assert found_in(tmp_path) is None
+
+    def names_in(path, original=recognising.names_in):
+        if path.name == "old":
+            raise CheckpointError(f"{path} cannot be read")
+        return original(path)
+
+    monkeypatch.setattr(recognising, "names_in", names_in)
+    assert found_in(tmp_path / "runs/next-step5") is None and found_in(tmp_path) is None
