@@ -15,6 +15,8 @@ from helpers.worlds import some, worlds
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -89,6 +91,17 @@ class EmbeddingAsHead(LogProbs):
     def forward(self, ids):
         hidden = self.lm.model(ids).last_hidden_state
         return chunked(hidden, self.lm.model.embed_tokens.weight, ids) + chunked(hidden, self.lm.lm_head.weight, ids)
+
+
+class DtypeFirst(LogProbs):
+    """Each layer's dtype is read before it runs, as adapters do; the head runs without gradients, too."""
+
+    def forward(self, ids):
+        hidden = self.lm.model(ids).last_hidden_state
+        dtype = self.lm.lm_head.weight.dtype
+        with torch.no_grad():
+            target = self.lm.lm_head(hidden.to(dtype))
+        return (self.lm.lm_head(hidden.to(self.lm.lm_head.weight.dtype)) - target / 2).square().mean()
 
 
 class Actor(nn.Module):
@@ -166,6 +179,7 @@ CASES = {
     "recomputed": lambda: Checkpointed(llama()),
     "recomputed, reentrant": lambda: ReentrantCheckpoint(llama()),
     "embedding": lambda: EmbeddingAsHead(llama()),
+    "dtype": lambda: DtypeFirst(llama()),
     "actor": lambda: Actor(llama()),
     "tied actor": lambda: Actor(llama(tied=True)),
     "actor's decoder": lambda: ActorOfDecoder(llama()),
@@ -239,6 +253,40 @@ def test_direct_uses_accumulate_gradients(case):
 def test_a_rank_whose_frames_another_thread_keeps_runs_what_the_other_runs():
     with keeping_frames() if dist.get_rank() else nullcontext():
         compare("embedding", micro_batches=4)
+
+
+class KeepOperators(TorchDispatchMode):
+    """A mode that keeps what operators return, as its frame does if another thread keeps the frame."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.kept.append(func(*args, **(kwargs or {})))
+        return self.kept[-1]
+
+
+class KeepFunctions(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.kept.append(func(*args, **(kwargs or {})))
+        return self.kept[-1]
+
+
+@pytest.mark.parametrize("mode", [KeepOperators, KeepFunctions])
+@pytest.mark.ranks(2)
+def test_a_rank_with_a_mode_of_its_own_runs_what_the_other_runs(mode):
+    """To read a dtype is no use, although the mode keeps what an operation on the weight returned."""
+    with strategy_for() as strategy:
+        model = strategy.prepare_model(DtypeFirst(llama()), is_training=True)
+        for step in range(3):
+            with mode() if dist.get_rank() else nullcontext():
+                loss = model(ids_of(step, dist.get_rank()))
+            strategy.backward(loss, model)
 
 
 @pytest.mark.parametrize("case", some(CASES, ["actor"]))

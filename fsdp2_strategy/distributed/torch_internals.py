@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 """Context in which operations do not call ``__torch_function__`` of subclasses of tensors."""
+DisableTorchFunction, DisableTorchDispatch = torch._C.DisableTorchFunction, torch._C._DisableTorchDispatch
+"""Contexts in which operations call no Python of modes or of subclasses of tensors."""
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 """Base class of modes that see each operator."""
 StridedShard = _StridedShard

@@ -18,8 +18,9 @@ the end of the pass, and notices the first operation that computes with it. A co
 an operation of torch. For it, the node that accumulates the weight's gradient is marked, and kept until the unit's
 forward: if the mark is left then, a graph refers to the node. This alone does not tell, because a graph of an earlier
 pass may still exist on one rank only, if another thread or a traceback keeps frames, and all ranks must do the same. So
-nodes of earlier passes are marked, too, and no frame of Python refers to a node. A frozen weight has no such node, so
-reading one counts as a use. A unit that was used directly once counts as used in each pass.
+nodes of earlier passes are marked, too, and no frame of Python refers to a node, nor does a mode see the view that
+finds it. A frozen weight has no such node, so reading one counts as a use. A unit that was used directly once counts as
+used in each pass.
 
 Parameters of blocks are not watched: a block's weights are used in its forward, and to keep a block gathered would cost
 what sharding saves.
@@ -30,7 +31,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
 from typing import Any
 from weakref import WeakSet
@@ -40,6 +41,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy.distributed.torch_internals import (
+    DisableTorchDispatch,
+    DisableTorchFunction,
     DisableTorchFunctionSubclass,
     fsdp_state_of,
     gather,
@@ -54,7 +57,8 @@ from fsdp2_strategy.distributed.torch_internals import (
 from fsdp2_strategy.model.unit_hooks import register_hook
 
 _MARK = "fsdp2_strategy: of a pass"
-_METADATA = operator.attrgetter("metadata")
+_METADATA, _EDGES = operator.attrgetter("metadata"), operator.attrgetter("grad_fn.next_functions")
+_FIRST = operator.itemgetter(0)
 
 
 class DirectUses:
@@ -161,20 +165,17 @@ class _Reads:
         if unit in self.used or unit in self._watched:
             return
         parameters = _unsharded(unit)
-        if not any(parameter.requires_grad for parameter in parameters):
-            self.used.add(unit)  # a kernel may use a frozen weight, and nothing would show it
+        # A kernel may use a frozen weight, and nothing would show it. A layer that is split over ranks has own classes.
+        if not any(p.requires_grad for p in parameters) or not all(type(p) is nn.Parameter for p in parameters):
+            self.used.add(unit)
             return
         if not _is_marked(parameters):
-            self._nodes[unit] = list(_nodes_of(parameters))
+            self._nodes[unit] = _nodes_of(parameters)
             _mark(self._nodes, unit)
-        watched = self._watched[unit] = []
-        for parameter in parameters:
-            if type(parameter) is nn.Parameter:
-                read: Any = parameter
-                read.__class__, read.is_used = _Read, False
-                watched.append(read)
-            else:  # of a layer that is split over ranks; it has a class of its own
-                self.used.add(unit)
+        watched: list[Any] = list(parameters)
+        for read in watched:
+            read.__class__, read.is_used = _Read, False
+        self._watched[unit] = watched
 
     def end(self, unit: nn.Module) -> None:
         """Stop watching the parameters of a unit, and note whether one was used."""
@@ -188,7 +189,7 @@ class _Reads:
 
     def begin_forward(self, unit: nn.Module) -> None:
         """Mark the nodes that a gathered unit's forward is going to use."""
-        self._of_forwards[unit] = list(_nodes_of(_unsharded(unit)))
+        self._of_forwards[unit] = _nodes_of(_unsharded(unit))
         _mark(self._of_forwards, unit)
 
     def end_pass(self) -> None:
@@ -205,15 +206,15 @@ def _unsharded(unit: nn.Module) -> list[torch.Tensor]:
     return [parameter for parameter in found if parameter is not None]
 
 
-def _nodes_of(parameters: Sequence[torch.Tensor]) -> Iterator[Any]:
-    """Return the nodes that accumulate the gradients of parameters; a node lasts as long as something refers to it.
+def _nodes_of(parameters: Sequence[torch.Tensor]) -> list[Any]:
+    """Return the nodes that accumulate the gradients of plain parameters; a node lasts while something refers to it.
 
-    No step is a function of Python, whose frame would refer to a node.
+    No function of Python, whose frame would refer to a node, runs meanwhile, nor does one of a mode: the program's, or
+    the one that counts FLOPs.
     """
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    first = operator.itemgetter(0)
-    edges = map(operator.attrgetter("grad_fn.next_functions"), map(torch.Tensor.view_as, trained, trained))
-    return map(first, map(first, edges))
+    trained = [each for each in parameters if each.requires_grad and type(each) is nn.Parameter]
+    with torch.inference_mode(False), DisableTorchFunction(), DisableTorchDispatch():
+        return list(map(_FIRST, map(_FIRST, map(_EDGES, map(torch.Tensor.view_as, trained, trained)))))
 
 
 def _mark(nodes: Mapping[nn.Module, list[Any]], unit: nn.Module) -> None:
