@@ -23,7 +23,8 @@ WITHOUT_UNDERSCORE = {
     "iter_forward_root", "manual_backward_finalization_active", "mesh_info", "offload_to_cpu", "orig_dtype",
     "post_backward", "post_backward_final_callback_queued", "post_forward", "post_forward_order", "pre_forward",
     "reduce_dtype", "reduce_grads", "reduce_scatter_state", "reduce_scatter_states", "reset_sharded_param",
-    "sharded_param", "to_accumulated_grad_if_needed", "unsharded_accumulated_grad", "wait_for_unshard",
+    "sharded_param", "to_accumulated_grad_if_needed", "unshard_in_backward", "unsharded_accumulated_grad",
+    "wait_for_unshard",
 }  # fmt: skip
 """What FSDP2's internal classes call without an underscore; their modules are private."""
 HEADER = """# Private names

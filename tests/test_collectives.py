@@ -1,4 +1,4 @@
-"""A step communicates exactly what a hand-written fully_shard loop does, and ranks agree."""
+"""A step communicates what a hand-written fully_shard loop does, but for an embedding once, and ranks agree."""
 
 from __future__ import annotations
 
@@ -50,8 +50,10 @@ def test_a_step_has_the_collectives_of_a_hand_written_loop(name):
         with CountCollectives() as counted:
             strategy.backward(loss_of(name, ours, batch_of(name, step, rank)), ours, optimizer)
             result = strategy.optimizer_step(optimizer, ours, None)
-        # The norm is one all-reduce on both sides; DTensor's own is out of the counter's sight.
-        assert counted.counts - Counter({"allreduce": 1}) == expected.counts, (counted.counts, expected.counts)
+        # The norm is one all-reduce on both sides; DTensor's own is out of the counter's sight. A separate embedding is
+        # not gathered for backward.
+        saved = Counter({"allgather_base": int(name == "llama")})
+        assert counted.counts - Counter({"allreduce": 1}) + saved == expected.counts, (counted.counts, expected.counts)
         assert counted.counts["allgather_base"] > 0
         assert counted.counts["reduce_scatter_base"] > 0
         assert result.grad_norm == pytest.approx(expected_norm, rel=1e-5)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.frames import keeping_frames
-from helpers.reference import assert_close, full_grads, full_parameters
+from helpers.reference import CountCollectives, assert_close, full_grads, full_parameters
 from helpers.training import strategy_for
 from helpers.worlds import some, worlds
 from torch import nn
@@ -172,6 +172,30 @@ def subclass():
     return model
 
 
+class Looked(nn.Module):
+    """Three embeddings: a plain one, one that is computed again in backward, and one with a forward of its own."""
+
+    _no_split_modules = ("Linear",)  # as transformers' models have: otherwise, embeddings stay gathered
+
+    def __init__(self):
+        super().__init__()
+        self.plain, self.again = nn.Embedding(61, 16), nn.Embedding(61, 16)
+        self.own = Own(61, 16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, ids):
+        x = self.plain(ids) + self.own(ids)
+        x = x * checkpoint(self.again, ids, use_reentrant=False)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x.square().mean()
+
+
+class Own(nn.Embedding):
+    def forward(self, ids):
+        return F.one_hot(ids, self.num_embeddings).to(self.weight.dtype) @ self.weight
+
+
 CASES = {
     "log-probs": lambda: LogProbs(llama()),
     "chunks": lambda: Chunked(llama()),
@@ -186,6 +210,7 @@ CASES = {
     "layers": lambda: WeightFirst().double(),
     "kernel": lambda: KernelFirst().double(),
     "own forward": subclass,
+    "embeddings": lambda: Looked().double(),
 }
 
 
@@ -301,6 +326,41 @@ def test_a_frozen_weight_that_is_used_directly_passes_gradients_on():
     compare("embedding", frozen=["embed_tokens"])
     compare("layers", frozen=["inner"])
     compare("kernel", frozen=["inner"])
+
+
+@pytest.mark.parametrize("world", worlds(1, 3, 4, usual=(3,)))
+def test_embeddings_have_their_gradients_on_any_number_of_ranks(world):
+    for options in ({}, {"reshard_after_forward": False}, {"micro_batches": 2, "grad_sync": "last"}):
+        compare("embeddings", **options)
+
+
+@pytest.mark.ranks(2)
+def test_a_plain_embedding_is_gathered_once_in_a_step():
+    with strategy_for() as strategy:
+        model = strategy.prepare_model(Looked().double(), is_training=True)
+        optimizer = strategy.create_optimizer(model, lr=1e-3)
+        gathered = []
+        for step in range(3):
+            with CountCollectives() as counter:
+                strategy.backward(model(ids_of(step, dist.get_rank())), model, optimizer)
+            strategy.optimizer_step(optimizer, model)
+            gathered.append(counter.counts["allgather_base"])
+    # Twice: the blocks, the embedding that is computed again, and the one whose forward is its own.
+    assert gathered == [2 * 2 + 1 + 2 + 2] * 3, gathered
+
+
+@pytest.mark.ranks(2)
+def test_a_hook_of_backward_that_reads_an_embedding_on_one_rank_gathers_nothing():
+    with strategy_for() as strategy:
+        model = strategy.prepare_model(llama(), is_training=True)
+        read = []
+        if dist.get_rank():
+            hook = lambda _: read.append(model.model.embed_tokens.weight)  # noqa: E731
+            model.model.layers[0].register_forward_pre_hook(lambda _, args: args[0].register_hook(hook) and None)
+        for step in range(2):
+            strategy.backward(model(ids_of(step, dist.get_rank()), labels=ids_of(step, 0)).loss, model)
+        assert len(read) == 2 * dist.get_rank()
+        assert all(isinstance(weight, DTensor) for weight in read)
 
 
 @pytest.mark.ranks(2)

@@ -189,9 +189,19 @@ def parameters_of(param_group: FSDPParamGroup) -> list[Any]:
     return param_group.fsdp_params
 
 
-def is_gathered(param_group: FSDPParamGroup) -> bool:
-    """Return whether a unit is gathered, or its all-gather is in flight."""
-    return param_group._all_gather_result is not None or param_group.is_unsharded
+def begins_gather(param_group: FSDPParamGroup) -> bool:
+    """Return whether a gather of this unit begins an all-gather.
+
+    It does not if the unit is gathered, if an all-gather is in flight, or if backward needs no weight of the unit.
+    """
+    if param_group._all_gather_result is not None or param_group.is_unsharded:
+        return False
+    return gathers_in_backward(param_group) or not is_gathered_for_backward(param_group)
+
+
+def gathers_in_backward(param_group: FSDPParamGroup) -> bool:
+    """Return whether FSDP2 gathers a unit before its backward."""
+    return param_group.unshard_in_backward
 
 
 def has_full_parameters(param_group: FSDPParamGroup) -> bool:

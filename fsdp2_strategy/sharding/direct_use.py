@@ -46,6 +46,7 @@ from fsdp2_strategy.distributed.torch_internals import (
     DisableTorchFunctionSubclass,
     fsdp_state_of,
     gather,
+    gathers_in_backward,
     has_full_parameters,
     is_in_backward,
     module_of,
@@ -96,9 +97,15 @@ class DirectUses:
         groups = param_groups_of(fsdp_state_of(unit))
         if unit not in self.skipped and all(map(has_full_parameters, groups)):
             return
-        # A backward that computes activations again reads what the forward has read; others may report gradients.
-        if not ((is_in_backward() and unit in self._read_before) or self._begin_pass()):
+        # A backward that computes activations again reads what the forward has read; others may report gradients, but
+        # without enabling them. It also runs units whose weights backward itself does not need.
+        recomputes = is_in_backward() and (
+            unit in self._read_before or (torch.is_grad_enabled() and not all(map(gathers_in_backward, groups)))
+        )
+        if not (recomputes or self._begin_pass()):
             return
+        if recomputes:  # from now on before the recomputation, as other units
+            unit.set_unshard_in_backward(True)  # type: ignore[operator]
         self.skipped.discard(unit)
         self._read[unit] = None
         if self._on_use is not None and unit not in self._read_before:

@@ -16,13 +16,13 @@ from torch import nn
 
 from fsdp2_strategy.distributed.spent_time import device_wait, other_ranks
 from fsdp2_strategy.distributed.torch_internals import (
+    begins_gather,
     choose_root,
     device_of,
     fsdp_state_of,
     gathering_ranks,
     gradient_ranks,
     has_unreduced_gradient,
-    is_gathered,
     module_of,
     original_call,
     parameters_of,
@@ -59,10 +59,10 @@ def watch_units(root: nn.Module) -> None:
 
 
 def _gather(log: UnitLog, entry: int, param_group: Any, gather: Callable[..., None], async_op: bool = False) -> None:
-    if is_gathered(param_group):
-        gather(async_op)
-    else:
+    if begins_gather(param_group):
         log.run(entry, functools.partial(gather, async_op))
+    else:
+        gather(async_op)
 
 
 def _finish_gather(param_group: Any, finish: Callable[[], None]) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy.config.strategy_config import StrategyConfig
 from fsdp2_strategy.distributed import process_group
@@ -67,9 +68,11 @@ def shard_units(
         if unit.module is plan.model:
             root_policy = policy
             continue
+        needs_weight = _needs_weight_in_backward(unit)  # `fully_shard` changes the class of the module
         own_mesh = build_mesh(1) if unit.kind == "vision" else of_experts if unit.kind == "experts" else mesh
         reshard = reshard_of(unit, plan, reshard_after_forward)
         shard(unit.module, mesh=own_mesh, mp_policy=policy, reshard_after_forward=reshard)
+        unit.module.set_unshard_in_backward(needs_weight)  # type: ignore[operator]
         if unit.kind == "head" and unit.stays_gathered and reshard_after_forward:
             unit.module.register_forward_hook(reshard_without_backward)
     shard(plan.model, mesh=mesh, mp_policy=root_policy, reshard_after_forward=_reshard_of_root(reshard_after_forward))
@@ -104,6 +107,17 @@ def reshard_of(unit: Unit, plan: ShardPlan, reshard_after_forward: bool | int) -
     if unit.stays_gathered:
         return False
     return bool(reshard_after_forward) if unit.kind in ("vision", "experts") else reshard_after_forward
+
+
+def _needs_weight_in_backward(unit: Unit) -> bool:
+    """Return whether a unit is gathered for backward; the gradient of a plain lookup needs the indices only.
+
+    Its weight may be read nevertheless, when backward computes activations again: [Note: direct use] in `direct_use`.
+    """
+    module = unit.module
+    if unit.kind == "block" or type(module) is not nn.Embedding or "forward" in vars(module):
+        return True
+    return module.max_norm is not None or module.sparse or isinstance(module.weight, DTensor)
 
 
 def _outside_inference_mode(_param_group: object, proceed: Callable[[], None]) -> None:
