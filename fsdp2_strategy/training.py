@@ -823,7 +823,7 @@ class TrainingStrategy:
                 batch_size=self.config.micro_train_batch_size, gradient_accumulation_steps=self.accumulated_gradient
             )
         scales = {name: state.accumulation.scale for name, state in states.items()}
-        with spent_time.saves.running():
+        with spent_time.saves:
             path = save_checkpoint(
                 model,
                 save_dir,
@@ -875,7 +875,7 @@ class TrainingStrategy:
         Raises:
             CheckpointError: on every rank, if the save has failed. The error is raised only once.
         """
-        with spent_time.saves.running():
+        with spent_time.saves:
             wait_for_checkpoint()
 
     @collective
@@ -980,7 +980,7 @@ class TrainingStrategy:
         self, model: nn.Module, tokenizer: Any = None, output_dir: str | Path | None = None, **kwargs: Any
     ) -> None:
         """Write a Hugging Face folder that ``from_pretrained`` can load; collective; see `hf.export.save_model`."""
-        with spent_time.saves.running():
+        with spent_time.saves:
             save_model(model, tokenizer, output_dir, **kwargs)
 
     def _check_loader(self, loader: object) -> None:

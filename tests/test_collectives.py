@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections import Counter
 
 import pytest
@@ -12,6 +13,7 @@ from helpers.models import batch_of, build, loss_of
 from helpers.reference import CountCollectives
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import LlamaForCausalLM
 
 from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
 from fsdp2_strategy.distributed import all_or_none
@@ -57,6 +59,53 @@ def test_a_step_has_the_collectives_of_a_hand_written_loop(name):
         assert counted.counts["allgather_base"] > 0
         assert counted.counts["reduce_scatter_base"] > 0
         assert result.grad_norm == pytest.approx(expected_norm, rel=1e-5)
+
+
+def python_calls(step):
+    """Return how many Python functions a step calls, after two that warm up."""
+    calls = Counter()
+
+    def count(_frame, event, _argument):
+        calls[event] += 1
+
+    for _ in range(2):
+        step()
+    sys.setprofile(count)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return calls["call"]
+
+
+@pytest.mark.full
+@pytest.mark.ranks(2)
+def test_a_step_calls_no_more_python_than_a_hand_written_loop():
+    """Unlike seconds, calls do not depend on what else the machine does."""
+    config = build("llama").config
+    config.num_hidden_layers = 12
+    ours = LlamaForCausalLM(config)
+    theirs = copy.deepcopy(ours)
+    batch = batch_of("llama", 0, dist.get_rank())
+    strategy = FSDPV2Strategy(config=StrategyConfig(bf16=True, max_norm=1.0))
+    strategy.prepare_model(ours, is_training=True)
+    optimizer = strategy.create_optimizer(ours, lr=1e-3)
+    hand_written(theirs, init_device_mesh("cpu", (2,)))
+    plain = torch.optim.AdamW(theirs.parameters(), lr=1e-3, fused=True)
+
+    def step():
+        strategy.backward(loss_of("llama", ours, batch), ours, optimizer)
+        return strategy.optimizer_step(optimizer, ours, None).grad_norm
+
+    def step_by_hand():
+        loss_of("llama", theirs, batch).backward()
+        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0).full_tensor().item()
+        plain.step()
+        plain.zero_grad()
+        return norm
+
+    expected, called = python_calls(step_by_hand), python_calls(step)
+    assert called <= 1.01 * expected, (called, expected)
 
 
 @pytest.mark.ranks(2)

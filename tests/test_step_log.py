@@ -213,7 +213,7 @@ def test_times_and_memory_are_equal_on_all_ranks_and_saves_are_measured(tmp_path
     loader, rank = ResumableLoader(range(100), 4), dist.get_rank()
 
     def draw():
-        with spent_time.data.running():
+        with spent_time.data:
             time.sleep(0.04 * rank)
         next(iter(loader))
 
@@ -233,7 +233,7 @@ def test_times_and_memory_are_equal_on_all_ranks_and_saves_are_measured(tmp_path
 
 def test_a_wait_within_another_counts_once_and_batches_are_those_of_the_loader():
     timer = spent_time.Timer()
-    with timer.running(), timer.running():
+    with timer, timer:
         time.sleep(0.02)
     assert 0.02 <= timer.seconds < 0.04 and timer.is_used
     assert list(timer.timed([1, 2])) == [1, 2]

@@ -217,11 +217,11 @@ class ResumableLoader:
         began = self._began
         while self._began == began and self._batches < self._end:
             if self._in_flight is None:
-                with spent_time.data.running():  # workers start
+                with spent_time.data:  # workers start
                     self._in_flight = iter(self._make_data_loader())
                     self._announcer = self._make_announcer()
             try:
-                with spent_time.data.running():
+                with spent_time.data:
                     if self._announcer is not None:
                         self._announcer.announce(self._batches)
                     keys, batch = next(self._in_flight)

@@ -17,6 +17,6 @@ class TimedLoader(DataLoader[Any]):
     """torch's `DataLoader`, which also measures how long the training loop waits for its batches."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        with spent_time.data.running():  # workers start
+        with spent_time.data:  # workers start
             batches = super().__iter__()
         return spent_time.data.timed(batches)

@@ -25,7 +25,7 @@ MEASURED = 8
 
 
 class Timer:
-    """Seconds that threads have spent in the blocks of `running`; a block within another one counts once."""
+    """Seconds that threads have spent in blocks ``with timer:``; a block within another one counts once."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -33,30 +33,28 @@ class Timer:
         """Whether anything was measured so far."""
         self._inside = threading.local()
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Measure this block."""
-        if getattr(self._inside, "depth", 0):
-            yield
-            return
-        self._inside.depth = 1
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._inside.depth = 0
-            self.seconds += time.perf_counter() - begin
+    def __enter__(self) -> None:
+        inside = vars(self._inside)
+        inside["depth"] = inside.get("depth", 0) + 1
+        if inside["depth"] == 1:
+            inside["begin"] = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        inside = vars(self._inside)
+        inside["depth"] -= 1
+        if not inside["depth"]:
+            self.seconds += time.perf_counter() - inside["begin"]
             self.is_used = True
 
     def timed(self, items: Iterable[T]) -> Iterator[T]:
         """Yield items, and measure the time that each takes to come."""
-        with self.running():
+        with self:
             iterator = iter(items)
         return self._timed(iterator)
 
     def _timed(self, iterator: Iterator[T]) -> Iterator[T]:
         while True:
-            with self.running():
+            with self:
                 item: Any = next(iterator, _END)
             if item is _END:
                 return

@@ -189,6 +189,11 @@ def parameters_of(param_group: FSDPParamGroup) -> list[Any]:
     return param_group.fsdp_params
 
 
+def trained_parameters_of(param_group: FSDPParamGroup) -> list[Any]:
+    """Return the parameters of a parameter group that require gradients."""
+    return [each for each in param_group.fsdp_params if each.sharded_param.requires_grad]
+
+
 def begins_gather(param_group: FSDPParamGroup) -> bool:
     """Return whether a gather of this unit begins an all-gather.
 
@@ -365,6 +370,17 @@ def has_unreduced_gradient(parameter: FSDPParam) -> bool:
     return _accumulated_gradient(parameter) is not None or (unsharded is not None and unsharded.grad is not None)
 
 
+def trained_without_gradient(param_group: FSDPParamGroup) -> list[int]:
+    """Return the places of a unit's trained parameters that have no gradient on this rank that is not reduced yet."""
+    return [
+        place
+        for place, each in enumerate(param_group.fsdp_params)
+        if each.sharded_param.requires_grad
+        and each.__dict__.get("unsharded_accumulated_grad") is None
+        and ((unsharded := each.__dict__.get("_unsharded_param")) is None or unsharded.grad is None)
+    ]
+
+
 def drop_unreduced_gradient(parameter: Any) -> None:
     """Drop the gradient that is not reduced yet."""
     if _accumulated_gradient(parameter) is not None:
@@ -384,7 +400,7 @@ def unify_gradient_dtypes(parameters: Sequence[Any]) -> None:
 
     Before torch 2.15, all gradients of one reduction must have the same dtype.
     """
-    if any(_accumulated_gradient(parameter) is not None for parameter in parameters):
+    if [each for each in parameters if each.__dict__.get("unsharded_accumulated_grad") is not None]:
         for parameter in parameters:
             if _accumulated_gradient(parameter) is None and unsharded_of(parameter) is not None:
                 parameter.to_accumulated_grad_if_needed()
@@ -396,6 +412,14 @@ def unify_gradient_dtypes(parameters: Sequence[Any]) -> None:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a DTensor's local tensor, without autograd and synchronisation; return other tensors unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def layouts_of(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, Any, tuple[Any, ...]]]:
+    """Return the local tensor, the mesh and the placements of each tensor; None and () for one that is no DTensor."""
+    return [
+        (t._local_tensor, t._spec.mesh, t._spec.placements) if isinstance(t, DTensor) else (t, None, ())
+        for t in tensors
+    ]
 
 
 def set_local(tensor: DTensor, local: torch.Tensor) -> None:

@@ -172,7 +172,7 @@ class UnitLog:
         """Run a collective between `begin` and `end`."""
         try:
             self.begin(entry, length)
-            with nullcontext() if is_asynchronous(self._group()) else other_ranks.running():
+            with nullcontext() if is_asynchronous(self._group()) else other_ranks:
                 result = collective()
         except RuntimeError as error:
             self._is_inside = False

@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy.distributed.mesh import group_of, model_mesh
 from fsdp2_strategy.distributed.process_group import group_in_use, on_group, ranks_of
-from fsdp2_strategy.distributed.torch_internals import mesh_of, parameters_of, shard_of
+from fsdp2_strategy.distributed.torch_internals import layouts_of, mesh_of, parameters_of, shard_of
 from fsdp2_strategy.errors import ArgumentError
 from fsdp2_strategy.model.fsdp_state import parameter_groups
 from fsdp2_strategy.model.state import Slot, model_state
@@ -139,8 +138,6 @@ def _mesh_of(subject: nn.Module | Iterable[torch.Tensor]) -> DeviceMesh | None:
             # The mesh of a parameter has the axes of tensor parallelism, too.
             tensors += [shard_of(parameter) for parameter in parameters_of(param_group)]
         subject = tensors if meshes else root.parameters()
-    for tensor in subject:
-        if isinstance(tensor, DTensor):
-            meshes[id(tensor.device_mesh)] = tensor.device_mesh
+    meshes |= {id(mesh): mesh for _, mesh, _ in layouts_of([*subject]) if mesh is not None}
     largest = max(meshes.values(), key=DeviceMesh.size, default=None)
     return None if largest is None else model_mesh(largest)

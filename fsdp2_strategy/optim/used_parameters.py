@@ -10,7 +10,7 @@ the ranks does not overflow, so several digits fit exactly into one float64: 33 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -53,8 +53,6 @@ def _digits(ranks: int) -> int:
     return max(1, int(_EXACT_BITS / math.log2(ranks + 1)))
 
 
-def _counts(sums: Sequence[float], ranks: int) -> Iterator[int]:
-    length, base = _digits(ranks), ranks + 1
-    for number in map(int, sums):
-        for place in range(length):
-            yield number // base**place % base
+def _counts(sums: Sequence[float], ranks: int) -> list[int]:
+    powers = [(ranks + 1) ** place for place in range(_digits(ranks))]
+    return [number // power % (ranks + 1) for number in map(int, sums) for power in powers]

@@ -28,7 +28,6 @@ from torch import nn
 from fsdp2_strategy.distributed.torch_internals import (
     gradient_ranks,
     has_deferred_all_reduce,
-    has_unreduced_gradient,
     hook_inputs,
     is_gathered_for_backward,
     local_of,
@@ -37,6 +36,8 @@ from fsdp2_strategy.distributed.torch_internals import (
     reduces_gradients,
     set_zero_gradient,
     shard_of,
+    trained_parameters_of,
+    trained_without_gradient,
     unify_gradient_dtypes,
 )
 from fsdp2_strategy.model.fsdp_state import parameter_groups
@@ -135,14 +136,10 @@ class _Reduce(torch.autograd.Function):
 def _add_zeros(own: _UnitGradients, param_group: Any) -> None:
     is_deferred = has_deferred_all_reduce(param_group)
     parameters = parameters_of(param_group)
-    for i, parameter in enumerate(parameters):
-        shard = shard_of(parameter)
-        if not shard.requires_grad:
-            continue
-        if has_unreduced_gradient(parameter):
-            own.unused.discard(i)
-        else:
-            if shard.grad is None and not is_deferred:
-                own.unused.add(i)
-            set_zero_gradient(parameter)
-    unify_gradient_dtypes([parameter for parameter in parameters if shard_of(parameter).requires_grad])
+    missing = trained_without_gradient(param_group)
+    own.unused.intersection_update(missing)
+    for i in missing:
+        if not is_deferred and shard_of(parameters[i]).grad is None:
+            own.unused.add(i)
+        set_zero_gradient(parameters[i])
+    unify_gradient_dtypes(trained_parameters_of(param_group))

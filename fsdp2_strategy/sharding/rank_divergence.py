@@ -68,7 +68,7 @@ def _gather(log: UnitLog, entry: int, param_group: Any, gather: Callable[..., No
 def _finish_gather(param_group: Any, finish: Callable[[], None]) -> None:
     """Measure how long this rank waits for an all-gather that was begun before; [Note: time spent waiting]."""
     device = device_of(param_group)
-    with other_ranks.running() if device.type == "cpu" else device_wait(device):
+    with other_ranks if device.type == "cpu" else device_wait(device):
         finish()
 
 

@@ -69,6 +69,8 @@ _NOT_SKIPPED = ("vision", "shared", "root")
 """The kinds of units that ranks need not run equally often, or that have several places."""
 _MOST_NODES = 64
 """How many nodes of an autograd graph are searched for an output."""
+_LEAVES = {torch.Tensor, nn.Parameter, type(None), bool, int, float, str}
+"""Types of values that contain no others."""
 _MOST_DATACLASSES = 3
 """How many dataclasses within each other are searched for tensors: they may refer to each other."""
 
@@ -484,10 +486,24 @@ def with_input(
 
 
 def _leaves(values: Any, depth: int = 0) -> list[Any]:
-    """Return the leaves of nested values, those of dataclasses included."""
-    found = []
-    for leaf in tree_leaves(values):
-        found += _leaves(_fields(leaf), depth + 1) if _is_nested(leaf, depth) else [leaf]
+    """Return the leaves of nested values, those of dataclasses included; it runs for each unit in each pass."""
+    found: list[Any] = []
+    waiting = [values]
+    while waiting:
+        value = waiting.pop()
+        kind = type(value)
+        if kind is tuple or kind is list:
+            waiting.extend(reversed(value))
+        elif kind is dict:
+            waiting.extend(reversed(value.values()))
+        elif kind in _LEAVES:
+            found.append(value)
+        elif len(inner := tree_leaves(value)) != 1 or inner[0] is not value:
+            waiting.extend(reversed(inner))
+        elif _is_nested(value, depth):
+            found += _leaves(_fields(value), depth + 1)
+        else:
+            found.append(value)
     return found
 
 

@@ -105,7 +105,7 @@ class Throughput:
             if self._first_batch_seconds is not None and self._start is None:
                 self._start = requested
             try:
-                with spent_time.data.running():
+                with spent_time.data:
                     batch = next(iterator)
             except StopIteration:
                 return

@@ -114,7 +114,7 @@ class FSDP2Trainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Return the batches of a step, and tell the strategy how many they are; collective."""
-        with self.accelerator.sample_order.of_training(), spent_time.data.running():
+        with self.accelerator.sample_order.of_training(), spent_time.data:
             samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if samples:
             self.strategy.start_step(self.model, len(samples))

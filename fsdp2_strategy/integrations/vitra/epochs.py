@@ -101,7 +101,7 @@ class Epochs:
             batches = self._start_epoch(epoch, resumes=resumes)
         while True:
             with all_or_none("draw a batch", DataError):
-                with spent_time.data.running():
+                with spent_time.data:
                     batch = next(batches, _END)
                 if batch is _END and not self._batch:
                     raise DataError(
