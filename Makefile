@@ -151,6 +151,7 @@ robot: .venv/installed
 bench: .venv/installed
 	$(BIN)/pip install --quiet --editable '.[bench]'
 	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/imports.py
 	$(BIN)/python benchmarks/weights.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/memory.py

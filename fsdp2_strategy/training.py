@@ -34,7 +34,7 @@ from fsdp2_strategy.checkpoint.several_models import Models, for_each, joined, m
 from fsdp2_strategy.checkpoint.training_state import LoadedCheckpoint, schedule_state
 from fsdp2_strategy.config.aliases import PARALLEL_SIZES, resolve_aliases
 from fsdp2_strategy.config.arguments import check_keywords
-from fsdp2_strategy.config.strategy_config import ShardSize, StrategyConfig
+from fsdp2_strategy.config.strategy_config import GradSync, ShardSize, StrategyConfig
 from fsdp2_strategy.data.loader import ResumableLoader
 from fsdp2_strategy.distributed import process_group as ranks
 from fsdp2_strategy.distributed import spent_time
@@ -595,11 +595,15 @@ class TrainingStrategy:
                 accumulation_steps=self.accumulated_gradient,
                 accumulation=self.config.accumulation,
                 loss_reduction=self.config.loss_reduction,
-                grad_sync=self.config.effective_grad_sync,
+                grad_sync=self._grad_sync_of(model),
                 num_items_in_batch=num_items_in_batch,
                 num_items=num_items,
                 num_tokens=num_tokens,
             )
+
+    def _grad_sync_of(self, model: nn.Module) -> GradSync:
+        """Return how the micro-batches of this step communicate a model's gradients."""
+        return self.config.effective_grad_sync
 
     def discard_gradients(self, model: nn.Module) -> None:
         """Drop the gradients of the micro-batches since the last optimizer step; not collective; call it on all ranks.

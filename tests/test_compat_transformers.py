@@ -12,6 +12,7 @@ import subprocess
 import sys
 from concurrent.futures import Future
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -36,7 +37,7 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 import fsdp2_strategy.integrations.trl.trainer
-from fsdp2_strategy import list_checkpoints, verify_checkpoint
+from fsdp2_strategy import list_checkpoints, sizes, verify_checkpoint
 from fsdp2_strategy.checkpoint.lock import is_held_elsewhere
 from fsdp2_strategy.errors import CheckpointError, ConfigError
 from fsdp2_strategy.integrations.trl import FSDP2Trainer, with_fsdp2
@@ -258,7 +259,18 @@ def test_recomputed_activations_and_half_precision_train(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.ranks(2)
-def test_a_step_makes_one_all_reduce_and_gathers_layers_alone_twice(tmp_path):
+@pytest.mark.parametrize(
+    ("settings", "arguments", "least", "reductions"),
+    [
+        ({}, {}, None, 6),
+        ({}, {}, 0, 12),
+        ({"grad_sync": "every"}, {}, None, 12),
+        ({}, {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}, None, 12),
+    ],
+    ids=["small", "large", "grad_sync", "sync_each_batch"],
+)
+def test_a_step_makes_one_all_reduce_and_gathers_layers_alone_twice(tmp_path, settings, arguments, least, reductions):
+    """As with accelerate, a small model's gradients are reduced once, unless the program asks for more."""
     counts = []
 
     class Counting(transformers.TrainerCallback):
@@ -274,13 +286,14 @@ def test_a_step_makes_one_all_reduce_and_gathers_layers_alone_twice(tmp_path):
             counts.append((self.clipped, dict(self.counted.counts)))
 
     model = write_model(tmp_path / "model")
-    with launched():
-        trainer = trainer_of("plain", with_fsdp2, model, tmp_path / "run")
+    limit = patch.object(sizes, "FULL_GRADIENTS_BYTES", sizes.FULL_GRADIENTS_BYTES if least is None else least)
+    with launched(), limit:
+        trainer = trainer_of("plain", partial(with_fsdp2, **settings), model, tmp_path / "run", **arguments)
         trainer.add_callback(Counting())
         trainer.train()
     # The root, three layers, embedding and head; two micro-batches. Root and head stay gathered until backward, which
     # needs no weights of the embedding.
-    expected = {"allgather_base": 2 * (6 + 3), "reduce_scatter_base": 2 * 6, "allreduce": 1}
+    expected = {"allgather_base": 2 * (6 + 3), "reduce_scatter_base": reductions, "allreduce": 1}
     for clipped, stepped in counts:
         assert clipped == stepped, "the step needs no further collective"
         assert {name: stepped.get(name) for name in expected} == expected

@@ -18,6 +18,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.optim import Optimizer
 
+from fsdp2_strategy import sizes
+from fsdp2_strategy.config.strategy_config import GradSync
 from fsdp2_strategy.errors import ConfigError
 from fsdp2_strategy.hf.library_internals import drop_casts_of_embeddings
 from fsdp2_strategy.hf.peft.methods import check_exportable_prompts
@@ -33,7 +35,19 @@ from fsdp2_strategy.tracking.step_log import Output
 
 
 class TrainerStrategy(FSDPV2Strategy):
-    """An `FSDPV2Strategy` for a trainer that counts the micro-batches of each step, and creates the optimizer."""
+    """An `FSDPV2Strategy` for a trainer that counts the micro-batches of each step, and creates the optimizer.
+
+    [Note: reduced once] accelerate reduces the gradients of a step in its last micro-batch, so that each rank holds
+    those of all parameters until then. If these are small, so does this strategy, unless the program sets ``grad_sync``
+    or accelerate's ``sync_each_batch``; otherwise, the memory decides, and each micro-batch is reduced.
+    """
+
+    may_reduce_once = False
+    """Whether the program leaves the choice to [Note: reduced once]."""
+    _reduces_once = False
+
+    def _grad_sync_of(self, model: nn.Module) -> GradSync:
+        return "last" if self._reduces_once else super()._grad_sync_of(model)
 
     def _step_output(self) -> Output:
         return "none"
@@ -51,6 +65,8 @@ class TrainerStrategy(FSDPV2Strategy):
         if accumulation.is_pending:
             self.discard_gradients(model)
         accumulation.declared = micro_batches
+        trained = (p.numel() for p in unwrap_model(model).parameters() if p.requires_grad)
+        self._reduces_once = self.may_reduce_once and 4 * sum(trained) <= sizes.FULL_GRADIENTS_BYTES
 
     def use_optimizer(self, model: nn.Module, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer over a model's sharded parameters that steps and checkpoints use; not collective."""

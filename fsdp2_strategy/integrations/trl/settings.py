@@ -88,6 +88,12 @@ def strategy_config(args: Any, settings: Settings) -> StrategyConfig:
     )
 
 
+def may_reduce_once(args: Any, settings: Settings) -> bool:
+    """Return whether the program leaves open how micro-batches communicate; [Note: reduced once] in `accelerator`."""
+    given = getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}
+    return "grad_sync" not in settings.config and not given.get("sync_each_batch")
+
+
 def check_supported(args: Any, *, chooses_optimizer: bool) -> None:
     """Raise if the arguments contradict sharding with this package, or request what it lacks."""
     requested = {

@@ -37,7 +37,7 @@ from fsdp2_strategy.integrations.trl.checkpoints import (
     position_in_stream,
     save_checkpoint,
 )
-from fsdp2_strategy.integrations.trl.settings import Settings, check_supported, strategy_config
+from fsdp2_strategy.integrations.trl.settings import Settings, check_supported, may_reduce_once, strategy_config
 from fsdp2_strategy.model.fsdp_state import reshard
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.rollout.stream import stream_weights
@@ -75,6 +75,7 @@ class FSDP2Trainer(Trainer):
         with patch.object(transformers.trainer, "Accelerator", ShardingAccelerator):
             super().create_accelerator_and_postprocess()
         self.strategy = TrainerStrategy(config=strategy_config(self.args, self.fsdp2_settings))
+        self.strategy.may_reduce_once = may_reduce_once(self.args, self.fsdp2_settings)
         self.accelerator.attach(self.strategy, lambda: self.model)
         self._resumed_rng: bytes | None = None
         self._skips_batches = False
