@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import itertools
 import re
+import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -409,3 +411,38 @@ def test_every_known_architecture_has_its_layers_outside_the_root():
         "llava",
     }:  # tiny vision encoders have more around the layers than in them
         assert not [text for text in warnings_of(build(name)) if "the root unit" in text], name
+
+
+class Tower(nn.Module):
+    def __init__(self, blocks):
+        super().__init__()
+        self.layers = nn.ModuleList(Outer() for _ in range(blocks))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        return x + sum(inner(x) for inner in self.inner)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("names", [[], ["Outer", "Linear"]], ids=str)
+def test_planning_grows_as_the_number_of_blocks_does(names):
+    def calls(blocks):
+        model, counted = Tower(blocks), Counter()
+        sys.setprofile(lambda _frame, event, _argument: counted.update([event]))
+        try:
+            plan_units(model, StrategyConfig(block_class_names=names), is_training=True)
+        finally:
+            sys.setprofile(None)
+        return counted["call"]
+
+    assert calls(600) < 2.2 * calls(300)

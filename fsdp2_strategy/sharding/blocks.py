@@ -180,12 +180,14 @@ def _of_size(model: nn.Module, minimum: int, excluded: Container[nn.Module]) -> 
 
 def _without_thin_wrappers(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
     """Drop each block whose nested blocks hold at least nine tenths of its parameters: the rest is too small a unit."""
-
-    def in_nested_blocks(name: str) -> int:
-        nested = [b for n, b in blocks.items() if n != name and _is_nested(n, name)]
-        return sum(p.numel() for p in {p for b in nested for p in b.parameters()})
-
-    return {name: block for name, block in blocks.items() if in_nested_blocks(name) * 10 < parameter_count(block) * 9}
+    within: dict[str, set[nn.Parameter]] = {}
+    for name, block in blocks.items():
+        parts = name.split(".")
+        for outer in (".".join(parts[:depth]) for depth in range(len(parts)) if name):
+            if outer in blocks:
+                within.setdefault(outer, set()).update(block.parameters())
+    nested = {name: sum(p.numel() for p in parameters) for name, parameters in within.items()}
+    return {name: block for name, block in blocks.items() if nested.get(name, 0) * 10 < parameter_count(block) * 9}
 
 
 def _without_containers(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
@@ -227,8 +229,9 @@ def _largest_module_lists(model: nn.Module, excluded: Container[nn.Module]) -> d
     blocks: dict[str, nn.Module] = {}
     total = parameter_count(model)
     for (name, module), size in sorted(sizes.items(), key=lambda item: -item[1]):
-        is_disjoint = not any(_is_nested(name, other) or _is_nested(other, name) for other in blocks)
-        if size and is_disjoint and (not blocks or size * 10 >= total):
+        if not size or (blocks and size * 10 < total):
+            break
+        if not any(_is_nested(name, other) or _is_nested(other, name) for other in blocks):
             blocks |= _without_containers({f"{name}.{i}" if name else str(i): m for i, m in enumerate(module)})
     order = [clean(n) for n, _ in model.named_modules()]
     return {name: blocks[name] for name in order if name in blocks and parameter_count(blocks[name])}
