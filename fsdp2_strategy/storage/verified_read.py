@@ -5,7 +5,7 @@ Input: read requests, each with a region, a box of it, and the tensor to fill. O
 A contiguous range of a file is read directly into a CPU tensor of the same dtype. All other ranges are read into one
 scratch buffer per thread, so the memory needed does not grow with the model. A computed region is an exception: the
 full tensors that it is computed from are read, one region at a time. If there are checksums, each checksum block is
-read in full, even if only a part of it is requested.
+read in full, even if only a part of it is requested; [Note: ends of blocks] in `write` keeps that rare.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from fsdp2_strategy.distributed.process_group import current_device, is_rank_0
 from fsdp2_strategy.distributed.progress import Progress
 from fsdp2_strategy.errors import CheckpointError, DamageError, counted
 from fsdp2_strategy.model.boxes import Box
-from fsdp2_strategy.storage.checksums import Block, CheckedRange, Checksums, Hasher
+from fsdp2_strategy.storage.checksums import Block, CheckedRange, Checksums, Hasher, adjacent_ranges
 from fsdp2_strategy.storage.file_reads import SourceFile, read_repeats
 from fsdp2_strategy.storage.regions import Computed, Piece, Region, sources_of, target_of, value_of
-from fsdp2_strategy.storage.safetensors_format import Entry, memory_of, read_into
+from fsdp2_strategy.storage.safetensors_format import Entry, memory_of, read_parts_into
 
 _THREADS = 4
 
@@ -100,9 +100,10 @@ class _Range:
 
 @dataclass(frozen=True, eq=False)
 class _Ranges:
-    """All requested ranges of one range with checksums, or one range without a checksum."""
+    """All requested ranges of some adjacent ranges with checksums, or one range without a checksum."""
 
-    checked: CheckedRange | None
+    checked: list[CheckedRange]
+    """Empty if there is no checksum."""
     ranges: list[_Range]
 
     @property
@@ -120,11 +121,19 @@ class _Ranges:
         return sum(r.nbytes for r in self.ranges)
 
     @property
+    def span(self) -> tuple[int, int]:
+        """Offsets in the file of the first byte to read, and after the last one."""
+        if self.checked:
+            return self.checked[0].begin, self.checked[-1].end
+        return self.begin, self.ranges[-1].end
+
+    @property
     def is_direct(self) -> bool:
-        """Whether the ranges cover the checked range without gaps and can be read directly into their targets."""
-        ends = [self.checked.begin if self.checked else self.begin, *(r.end for r in self.ranges)]
-        in_a_row = all(r.begin == end and r.is_direct for r, end in zip(self.ranges, ends, strict=False))
-        return in_a_row and (self.checked is None or self.checked.end == ends[-1])
+        """Whether the ranges cover the checked ranges without gaps and can be read directly into their targets."""
+        begin, end = self.span
+        ends = [begin, *(r.end for r in self.ranges)]
+        in_a_row = all(r.begin == at and r.is_direct for r, at in zip(self.ranges, ends, strict=False))
+        return in_a_row and ends[-1] == end
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,11 +259,11 @@ class Reader:
             return
         entry, target = view.entry, view.target.view(-1)
         begin, end, itemsize = view.begin, view.begin + view.nbytes, entry.dtype.itemsize
-        ranges: Sequence[CheckedRange | None] = ()
+        spans: Iterable[list[CheckedRange]] = [[]] * -(-view.nbytes // sizes.BLOCK_BYTES)
         if self._checksums:
-            ranges = self._checksums.covering(entry.path, begin, end)
-        for checked in ranges or [None] * -(-view.nbytes // sizes.BLOCK_BYTES):
-            stop = min(end, checked.end if checked else begin + sizes.BLOCK_BYTES)
+            spans = _spans(self._checksums.covering(entry.path, begin, end), begin, end)
+        for checked in spans:
+            stop = min(end, checked[-1].end if checked else begin + sizes.BLOCK_BYTES)
             if (stop - view.begin) % itemsize:
                 raise DamageError(
                     f"cannot check {entry.name}: a checksum block ends at byte {stop} of {entry.path}, expected the "
@@ -341,13 +350,12 @@ class Reader:
 
     def _read_ranges(self, reads: _Ranges) -> None:
         """Read directly into the targets, or through the scratch buffer for casts, other devices or partial blocks."""
-        checked = reads.checked
+        begin, end = reads.span
         if reads.is_direct:
-            self._read_checked(reads, checked, [(read.begin, read.target) for read in reads.ranges])
+            self._read_checked(reads, reads.checked, begin, [memory_of(read.target) for read in reads.ranges])
             return
-        begin, end = (checked.begin, checked.end) if checked else (reads.begin, reads.ranges[-1].end)
         scratch = self._buffer(end - begin)
-        self._read_checked(reads, checked, [(begin, scratch)])
+        self._read_checked(reads, reads.checked, begin, [memory_of(scratch)])
         for read in reads.ranges:
             part = scratch[read.begin - begin :][: read.nbytes]
             aligned = part.storage_offset() % read.entry.dtype.itemsize == 0
@@ -360,15 +368,14 @@ class Reader:
         if block.run_bytes < sizes.SHORT_READ_BYTES:
             begin, end = read.checked.begin, read.checked.end
             memory = self._buffer(end - begin)
-            self._read_checked(read, read.checked, [(begin, memory)])
+            self._read_checked(read, [read.checked], begin, [memory_of(memory)])
             size = (len(read.target), block.run_bytes)
             own = memory.as_strided(size, (block.stride, 1), block.begin - begin).contiguous()
         else:
             own = self._buffer(read.nbytes).view(len(read.target), -1)
             self._read_runs(read.entry.path, block.begin, block.stride, own)
-            hasher = CheckedRange(block.begin, block.end, (replace(block, run_bytes=0, stride=0),)).hasher()
-            hasher.update(memory_of(own))
-            hasher.check(read.entry.path, read.entry.name)
+            runs = CheckedRange(0, own.numel(), (replace(block, run_bytes=0, stride=0),))
+            runs.check(memory_of(own), read.entry.path, read.entry.name)
         values = own.view(read.entry.dtype)
         read.target.copy_(values if read.dtype in (read.entry.dtype, read.target.dtype) else values.to(read.dtype))
 
@@ -377,10 +384,11 @@ class Reader:
         if self._checksums is None:
             return
         path, end = view.entry.path, view.begin + view.piece.span * view.entry.dtype.itemsize
-        for checked in self._checksums.covering(path, view.begin, end):
-            if (path, checked.begin) not in self._checked:
-                self._read_checked(view, checked, [(checked.begin, self._buffer(checked.end - checked.begin))])
-                self._checked.add((path, checked.begin))
+        ranges = self._checksums.covering(path, view.begin, end)
+        for together in adjacent_ranges(c for c in ranges if (path, c.begin) not in self._checked):
+            begin = together[0].begin
+            self._read_checked(view, together, begin, [memory_of(self._buffer(together[-1].end - begin))])
+            self._checked.update((path, checked.begin) for checked in together)
 
     def _read_view(self, read: _View, piece: Piece, target: torch.Tensor) -> None:
         """Read a view, whose strides must be descending, in parts that fit into the scratch buffer."""
@@ -396,42 +404,40 @@ class Reader:
             span = part.span
             scratch = self._buffer(span * read.entry.dtype.itemsize)
             begin = read.entry.offset + part.offset * read.entry.dtype.itemsize
-            self._read_bytes(read.entry.path, begin, memory_of(scratch), None)
+            self._read_bytes(read.entry.path, begin, [memory_of(scratch)], None)
             view = scratch.view(read.entry.dtype).as_strided(part.shape, part.strides)
             if read.dtype not in (read.entry.dtype, target.dtype):
                 view = view.to(read.dtype)
             target_of(target, part).copy_(view)
 
     def _read_checked(
-        self, read: _Read, checked: CheckedRange | None, targets: Iterable[tuple[int, torch.Tensor]]
+        self, read: _Read, checked: Sequence[CheckedRange], begin: int, parts: Sequence[memoryview]
     ) -> None:
-        """Fill each target with the file's bytes from its offset; if a checked range is given, verify its checksums."""
-        hasher = None if checked is None else checked.hasher()
-        for begin, target in targets:
-            self._read_bytes(read.entry.path, begin, memory_of(target), hasher)
+        """Fill parts of memory with a file's bytes from an offset on; verify the ranges, if any, that begin there."""
+        hasher = Hasher(checked) if checked else None
+        self._read_bytes(read.entry.path, begin, parts, hasher)
         if hasher is not None:
             names = [r.entry.name for r in read.ranges] if isinstance(read, _Ranges) else [read.entry.name]
             more = f" and {counted(len(names) - 1, 'other')}" if len(names) > 1 else ""
             hasher.check(read.entry.path, f"{names[0]}{more}")
 
-    def _read_bytes(self, path: Path, begin: int, memory: memoryview, hasher: Hasher | None) -> None:
+    def _read_bytes(self, path: Path, begin: int, parts: Sequence[memoryview], hasher: Hasher | None) -> None:
         """Read bytes of a file, and hash them while they are in the processor's cache."""
         file = self._files[path]
-        if hasher is None:
-            _read_into(file, begin, memory)
-        else:
-            for at in range(0, len(memory), sizes.CACHED_BYTES):
-                part = memory[at : at + sizes.CACHED_BYTES]
-                _read_into(file, begin + at, part)
-                hasher.update(part)
-        with self._counting:
-            self.bytes_read += len(memory)
+        for batch, nbytes in _batches(parts, sizes.CACHED_BYTES if hasher else sizes.BLOCK_BYTES):
+            _read_into(file, begin, batch)
+            begin += nbytes
+            if hasher is not None:
+                for part in batch:
+                    hasher.update(part)
+            with self._counting:
+                self.bytes_read += nbytes
 
     def _read_runs(self, path: Path, begin: int, stride: int, rows: torch.Tensor) -> None:
         """Fill rows of bytes, which are contiguous in memory, with runs of a file at equal distances."""
         file, memory, length = self._files[path], memory_of(rows), rows.shape[1]
         for number in range(len(rows)):
-            _read_into(file, begin + number * stride, memory[number * length : (number + 1) * length])
+            _read_into(file, begin + number * stride, [memory[number * length : (number + 1) * length]])
         with self._counting:
             self.bytes_read += len(memory)
 
@@ -445,24 +451,79 @@ class Reader:
         return buffer[:nbytes]
 
 
-def _read_into(file: SourceFile, begin: int, memory: memoryview) -> None:
-    file.read(lambda fd: read_into(fd, begin, memory))
+def _read_into(file: SourceFile, begin: int, parts: Sequence[memoryview]) -> None:
+    file.read(lambda fd: read_parts_into(fd, begin, parts))
+
+
+_MAX_PARTS = 256
+"""Maximum number of parts of memory that one system call fills; the kernel allows 1,024."""
+
+
+def _batches(parts: Iterable[memoryview], max_bytes: int) -> Iterator[tuple[list[memoryview], int]]:
+    """Group adjacent parts into batches of at most ``max_bytes``, and split longer ones; each with its size."""
+    batch: list[memoryview] = []
+    size = 0
+    for memory in parts:
+        for at in range(0, len(memory), max_bytes):
+            part = memory[at : at + max_bytes]
+            if batch and (size + len(part) > max_bytes or len(batch) == _MAX_PARTS):
+                yield batch, size
+                batch, size = [], 0
+            batch.append(part)
+            size += len(part)
+    if batch:
+        yield batch, size
+
+
+def _spans(ranges: Sequence[CheckedRange], begin: int, end: int) -> Iterator[list[CheckedRange]]:
+    """Group the checked ranges of bytes [begin, end), which may begin earlier and end later: these stand alone."""
+    first = 1 if ranges and ranges[0].begin < begin else 0
+    last = len(ranges) - 1 if len(ranges) > first and ranges[-1].end > end else len(ranges)
+    yield from ([each] for each in ranges[:first])
+    yield from adjacent_ranges(ranges[first:last])
+    yield from ([each] for each in ranges[last:])
 
 
 def _by_block(reads: Iterable[_Read]) -> list[_Read]:
-    """Merge the ranges of each checked range into one read, and sort the reads by path and offset."""
+    """Merge the ranges of each checked range, and small adjacent reads, and sort all reads by path and offset."""
     found: list[_Read] = []
     of_block: dict[tuple[Path, int], _Ranges] = {}
     for read in reads:
-        if isinstance(read, _Ranges) and read.checked is not None:
-            first = of_block.setdefault((read.entry.path, read.checked.begin), read)
+        if isinstance(read, _Ranges) and read.checked:
+            first = of_block.setdefault((read.entry.path, read.checked[0].begin), read)
             if first is not read:
                 first.ranges.extend(read.ranges)
                 continue
         found.append(read)
     for together in of_block.values():
         together.ranges.sort(key=lambda r: r.begin)
-    return sorted(found, key=lambda read: (read.entry.path, read.begin))
+    return list(_merge_adjacent(sorted(found, key=lambda read: (read.entry.path, read.begin))))
+
+
+def _merge_adjacent(reads: Iterable[_Read]) -> Iterator[_Read]:
+    """Merge adjacent sorted reads of ranges that are both direct, or both not, up to `sizes.BLOCK_BYTES`."""
+    last: _Ranges | None = None
+    for read in reads:
+        if not isinstance(read, _Ranges) or not read.checked:
+            if last is not None:
+                yield last
+            last = None
+            yield read
+        elif last is not None and _may_merge(last, read):
+            last.checked.extend(read.checked)
+            last.ranges.extend(read.ranges)
+        else:
+            if last is not None:
+                yield last
+            last = _Ranges([*read.checked], [*read.ranges])
+    if last is not None:
+        yield last
+
+
+def _may_merge(last: _Ranges, read: _Ranges) -> bool:
+    (begin, at), (next_begin, end) = last.span, read.span
+    is_adjacent = last.entry.path == read.entry.path and at == next_begin and end - begin <= sizes.BLOCK_BYTES
+    return is_adjacent and last.is_direct == read.is_direct
 
 
 def _rows(view: _View) -> Iterator[_View]:

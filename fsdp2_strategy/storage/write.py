@@ -6,6 +6,12 @@ files, and their checksums. Independent of models.
 [Note: write order] The kernel admits one writer at a time per file. Every rank writes to all files, because it holds a
 shard of every tensor. So each rank begins at a different file, and so does each thread of a rank. If there are fewer
 files than writers, some writers wait.
+
+[Note: ends of blocks] A load reads complete checksum blocks, also those of which a rank needs only a part. So blocks
+end where the parts that ranks read end: before and after each large part of a tensor, and between split tensors and
+those that all ranks read, such as the ``step`` of AdamW. In a large part, blocks also end where shards end if 2, 3, 4,
+6, 8, 12 ... ranks split the tensor, down to an eighth of the part: another number of ranks may load it. A small part of
+a split tensor shares a block with adjacent ones, because a block takes about 50 bytes of the checksum manifest.
 """
 
 from __future__ import annotations
@@ -28,7 +34,7 @@ from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.device_order import DeviceOrder
 from fsdp2_strategy.distributed.process_group import current_device, rank, world_size
 from fsdp2_strategy.model.boxes import Box
-from fsdp2_strategy.storage.checksums import Block, BlockHash
+from fsdp2_strategy.storage.checksums import Block, BlockHash, strided_block
 from fsdp2_strategy.storage.safetensors_format import Entry, memory_of, write_from
 
 _THREADS = 4
@@ -48,19 +54,36 @@ class WriteRequest:
     is_in_grid: bool = False
     """Whether the boxes that all ranks write to the entry form a grid, so that those of the same rows have all columns.
     Then short runs get strided blocks; see [Note: strided blocks] in `checksums`."""
+    is_replicated: bool = False
+    """Whether all ranks hold all values of the entry; see [Note: ends of blocks]."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Run:
     """Rows of a tensor that fill consecutive bytes of a file, or, with a stride, a run of bytes each."""
 
-    path: Path
+    request: WriteRequest
     offset: int
-    dtype: torch.dtype
     tensor: torch.Tensor
-    separate_blocks: bool
+    cuts: Sequence[int] = ()
+    """File offsets within the run at which a checksum block ends."""
     stride: int = 0
     """Distance in bytes between the rows in the file; 0 if they are consecutive."""
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self.request.entry.path
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in the file."""
+        return self.request.entry.dtype
+
+    @property
+    def separate_blocks(self) -> bool:
+        """Whether the run shares no block with others."""
+        return self.request.separate_blocks or bool(self.stride)
 
     @property
     def nbytes(self) -> int:
@@ -96,9 +119,7 @@ def write_all(
                     group = groups.popleft()
                 except IndexError:
                     return
-                block = _write(fd, group, scratch, BlockHash(is_signed=is_signed) if hashed else None)
-                if block is not None:
-                    written[path].append(block)
+                written[path].extend(_write(fd, group, scratch, hashed=hashed, is_signed=is_signed))
 
     _process_queues(work, queues)
     return written
@@ -162,25 +183,44 @@ def _runs(request: WriteRequest) -> Iterator[_Run]:
     if not tensor.numel():
         return
     if not entry.shape:
-        yield _Run(entry.path, entry.offset, entry.dtype, tensor.reshape(1), request.separate_blocks)
+        yield _Run(request, entry.offset, tensor.reshape(1))
         return
     (begin, length), inner_box, inner_shape = request.box[0], request.box[1:], entry.shape[1:]
     row_bytes = math.prod(inner_shape) * entry.dtype.itemsize
     if row_bytes <= sizes.BLOCK_BYTES and inner_box == tuple((0, n) for n in inner_shape):
         step = sizes.BLOCK_BYTES // row_bytes
         for at in range(0, length, step):
-            rows = tensor.narrow(0, at, min(step, length - at))
-            yield _Run(entry.path, entry.offset + (begin + at) * row_bytes, entry.dtype, rows, request.separate_blocks)
+            rows = tensor.narrow(0, at, min(step, length - at)) if length > step else tensor
+            cuts = [
+                entry.offset + row * row_bytes for row in _cut_rows(begin + at, len(rows), entry.shape[0], row_bytes)
+            ]
+            yield _Run(request, entry.offset + (begin + at) * row_bytes, rows, cuts)
     elif request.is_in_grid and _gets_strided_blocks(request, row_bytes):
         step = sizes.BLOCK_BYTES // row_bytes
         first = entry.offset + inner_box[0][0] * math.prod(inner_shape[1:]) * entry.dtype.itemsize
         for at in range(0, length, step):
             rows = tensor.narrow(0, at, min(step, length - at))
-            yield _Run(entry.path, first + (begin + at) * row_bytes, entry.dtype, rows, True, row_bytes)
+            yield _Run(request, first + (begin + at) * row_bytes, rows, stride=row_bytes)
     else:
         for i, row in enumerate(tensor.unbind(), begin):
             inner = Entry(entry.name, entry.path, entry.offset + i * row_bytes, entry.dtype, inner_shape)
             yield from _runs(replace(request, entry=inner, box=inner_box, tensor=row))
+
+
+def _cut_rows(begin: int, length: int, full_length: int, row_bytes: int) -> list[int]:
+    """Return the rows within ``length`` rows from ``begin`` on where shards begin; see [Note: ends of blocks]."""
+    if length * row_bytes < sizes.SMALL_BLOCK_BYTES:
+        return []
+    found: set[int] = set()
+    for first in (2, 3):
+        ranks = first
+        while True:
+            shard = -(-full_length // ranks)
+            if shard * 8 < length or shard * row_bytes < sizes.SMALL_BLOCK_BYTES:
+                break
+            found.update(range(begin + shard - begin % shard, begin + length, shard))
+            ranks *= 2
+    return sorted(found)
 
 
 def _gets_strided_blocks(request: WriteRequest, row_bytes: int) -> bool:
@@ -209,12 +249,26 @@ def _group_adjacent(runs: Iterable[_Run]) -> Iterator[list[_Run]]:
         yield group
 
 
+def _ends_of_blocks(runs: Sequence[_Run]) -> list[int]:
+    """Return the file offsets at which the checksum blocks of adjacent runs end; see [Note: ends of blocks]."""
+    ends = list(runs[0].cuts)
+    for last, run in itertools.pairwise(runs):
+        is_large = max(last.nbytes, run.nbytes) >= sizes.SMALL_BLOCK_BYTES
+        if is_large or last.request.is_replicated != run.request.is_replicated:
+            ends.append(run.offset)
+        ends += run.cuts
+    return [*ends, runs[-1].end]
+
+
 @torch.no_grad()
-def _write(fd: int, runs: Sequence[_Run], scratch: threading.local, digest: BlockHash | None) -> Block | None:
+def _write(
+    fd: int, runs: Sequence[_Run], scratch: threading.local, *, hashed: bool, is_signed: bool
+) -> Sequence[Block]:
     """Write adjacent runs: large contiguous CPU tensors without cast directly, others through a scratch buffer."""
     if runs[0].stride:
-        return _write_rows(fd, runs[0], scratch, digest)
+        return _write_rows(fd, runs[0], scratch, hashed=hashed, is_signed=is_signed)
     begin, filled = runs[0].offset, 0
+    digest = BlockHash(begin, _ends_of_blocks(runs), is_signed=is_signed) if hashed else None
     for run in runs:
         tensor, size = run.tensor, run.nbytes
         as_stored = tensor.device.type == "cpu" and tensor.dtype == run.dtype and tensor.is_contiguous()
@@ -232,19 +286,18 @@ def _write(fd: int, runs: Sequence[_Run], scratch: threading.local, digest: Bloc
                 target.copy_(tensor.to(run.dtype).reshape(-1).view(torch.uint8))
             filled += size
     _write_bytes(fd, begin, memory_of(_buffer(scratch)[:filled]), digest)
-    return digest.block(runs[0].offset, runs[-1].end) if digest else None
+    return digest.blocks if digest else ()
 
 
-def _write_rows(fd: int, run: _Run, scratch: threading.local, digest: BlockHash | None) -> Block | None:
+def _write_rows(fd: int, run: _Run, scratch: threading.local, *, hashed: bool, is_signed: bool) -> Sequence[Block]:
     """Write rows with gaps between them."""
     rows = _buffer(scratch)[: run.nbytes].view(len(run.tensor), -1)
     rows.view(run.dtype).view(run.tensor.shape).copy_(run.tensor)
     for number, row in enumerate(rows):
         write_from(fd, run.offset + number * run.stride, memory_of(row))
-    if digest is None:
-        return None
-    digest.update(memory_of(rows))
-    return digest.block(run.offset, run.end, rows.shape[1], run.stride)
+    if not hashed:
+        return ()
+    return [strided_block(run.offset, memory_of(rows), len(rows), run.stride, is_signed=is_signed)]
 
 
 def _buffer(scratch: threading.local) -> torch.Tensor:
