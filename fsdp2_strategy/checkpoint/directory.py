@@ -247,7 +247,7 @@ def warn_of_other_weights(partial: CheckpointPaths, final: Path, step: int) -> N
         before, after = (_weight_blocks(paths) for paths in (old, partial))
     except (CheckpointError, OSError):  # it does not exist, or is unusable
         return
-    # Blocks with other ends, such as those of an earlier version of this package, tell nothing. All begin with a header.
+    # Blocks with other ends, as earlier versions wrote them, tell nothing; a file begins with the block of its header.
     if any(after.get(place) != digest for place, digest in before.items() if place in after or place[1] == 0):
         message = (
             "%s is replaced by a checkpoint of the same step %d with other weights: only steps of "
