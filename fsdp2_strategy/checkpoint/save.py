@@ -274,7 +274,7 @@ def _plan(request: SaveRequest, laid_out: Mapping[str, _LaidOut]) -> _SavePlan:
         "client_state": request.client_state,
         **states.get(ONLY, {}),
         "data": data.entry if data else None,
-        "versions": {"torch": torch.__version__} | {name: version(name) for name in ("transformers", "fsdp2_strategy")},
+        "versions": _versions(),
     }
     partial = request.partial_paths
     rank_files = {partial.rank_file(RNG, rank()): rng_content()}
@@ -296,6 +296,12 @@ def _plan(request: SaveRequest, laid_out: Mapping[str, _LaidOut]) -> _SavePlan:
         key=key,
         shard_sizes=shard_sizes,
     )
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    """Return the versions of the packages that write a checkpoint; reading one parses the metadata of its package."""
+    return {"torch": torch.__version__} | {name: version(name) for name in ("transformers", "fsdp2_strategy")}
 
 
 def _training_state(

@@ -241,6 +241,7 @@ class Reader:
             view = value.as_strided(part.shape, part.strides, part.offset)
             target_of(request.tensor, part).copy_(view.to(request.region.dtype))
 
+    @torch.no_grad()
     def read_full(self, entry: Entry) -> torch.Tensor:
         """Return the full tensor of a file entry."""
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
@@ -305,7 +306,8 @@ class Reader:
                     except IndexError:
                         return
                     try:
-                        self._execute(read)
+                        with torch.no_grad():
+                            self._execute(read)
                     except BaseException:
                         waiting.clear()
                         raise
@@ -331,7 +333,6 @@ class Reader:
                 text = error.strerror or str(error)
                 raise CheckpointError(f"cannot read {path}: {text}. Check the folder.") from error
 
-    @torch.no_grad()
     def _execute(self, read: _Read) -> None:
         try:
             if isinstance(read, _Ranges):

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,44 +58,31 @@ class WriteRequest:
     """Whether all ranks hold all values of the entry; see [Note: ends of blocks]."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class _Run:
     """Rows of a tensor that fill consecutive bytes of a file, or, with a stride, a run of bytes each."""
 
-    request: WriteRequest
+    path: Path
     offset: int
+    dtype: torch.dtype
     tensor: torch.Tensor
+    separate_blocks: bool
+    is_replicated: bool
     cuts: Sequence[int] = ()
     """File offsets within the run at which a checksum block ends."""
     stride: int = 0
     """Distance in bytes between the rows in the file; 0 if they are consecutive."""
+    nbytes: int = field(init=False)
+    """Number of bytes that are written."""
+    end: int = field(init=False)
+    """The file offset at which the run ends."""
 
-    @property
-    def path(self) -> Path:
-        """The file."""
-        return self.request.entry.path
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype in the file."""
-        return self.request.entry.dtype
-
-    @property
-    def separate_blocks(self) -> bool:
-        """Whether the run shares no block with others."""
-        return self.request.separate_blocks or bool(self.stride)
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes that are written."""
-        return self.tensor.numel() * self.dtype.itemsize
-
-    @property
-    def end(self) -> int:
-        """The file offset at which the run ends."""
-        if not self.stride:
-            return self.offset + self.nbytes
-        return self.offset + (len(self.tensor) - 1) * self.stride + self.nbytes // len(self.tensor)
+    def __post_init__(self) -> None:
+        self.nbytes = self.tensor.numel() * self.dtype.itemsize
+        self.end = self.offset + self.nbytes
+        if self.stride:
+            count = len(self.tensor)
+            self.end = self.offset + (count - 1) * self.stride + self.nbytes // count
 
 
 def write_all(
@@ -105,15 +92,17 @@ def write_all(
 
     Unless ``create``, a missing file is an error: the folder is not shared with the rank that created the file.
     """
-    runs = sorted(itertools.chain.from_iterable(map(_runs, requests)), key=lambda run: (run.path, run.offset))
+    of_file: dict[Path, list[_Run]] = {}
+    for run in itertools.chain.from_iterable(map(_runs, requests)):
+        of_file.setdefault(run.path, []).append(run)
     queues: dict[Path, deque[list[_Run]]] = {}
-    for group in _group_adjacent(runs):
-        queues.setdefault(group[0].path, deque()).append(group)
+    for path in sorted(of_file):
+        queues[path] = deque(_group_adjacent(sorted(of_file[path], key=lambda run: run.offset)))
     written: dict[Path, list[Block]] = {path: [] for path in queues}
     scratch = threading.local()
 
     def work(path: Path, groups: deque[list[_Run]]) -> None:
-        with opened(path, os.O_WRONLY | (os.O_CREAT if create else 0)) as fd:
+        with torch.no_grad(), opened(path, os.O_WRONLY | (os.O_CREAT if create else 0)) as fd:
             while True:
                 try:
                     group = groups.popleft()
@@ -182,8 +171,9 @@ def _runs(request: WriteRequest) -> Iterator[_Run]:
     entry, tensor = request.entry, request.tensor
     if not tensor.numel():
         return
+    of_request = (request.separate_blocks, request.is_replicated)
     if not entry.shape:
-        yield _Run(request, entry.offset, tensor.reshape(1))
+        yield _Run(entry.path, entry.offset, entry.dtype, tensor.reshape(1), *of_request)
         return
     (begin, length), inner_box, inner_shape = request.box[0], request.box[1:], entry.shape[1:]
     row_bytes = math.prod(inner_shape) * entry.dtype.itemsize
@@ -194,13 +184,14 @@ def _runs(request: WriteRequest) -> Iterator[_Run]:
             cuts = [
                 entry.offset + row * row_bytes for row in _cut_rows(begin + at, len(rows), entry.shape[0], row_bytes)
             ]
-            yield _Run(request, entry.offset + (begin + at) * row_bytes, rows, cuts)
+            yield _Run(entry.path, entry.offset + (begin + at) * row_bytes, entry.dtype, rows, *of_request, cuts)
     elif request.is_in_grid and _gets_strided_blocks(request, row_bytes):
         step = sizes.BLOCK_BYTES // row_bytes
         first = entry.offset + inner_box[0][0] * math.prod(inner_shape[1:]) * entry.dtype.itemsize
         for at in range(0, length, step):
             rows = tensor.narrow(0, at, min(step, length - at))
-            yield _Run(request, first + (begin + at) * row_bytes, rows, stride=row_bytes)
+            offset = first + (begin + at) * row_bytes
+            yield _Run(entry.path, offset, entry.dtype, rows, True, request.is_replicated, stride=row_bytes)
     else:
         for i, row in enumerate(tensor.unbind(), begin):
             inner = Entry(entry.name, entry.path, entry.offset + i * row_bytes, entry.dtype, inner_shape)
@@ -239,7 +230,7 @@ def _group_adjacent(runs: Iterable[_Run]) -> Iterator[list[_Run]]:
     for run in runs:
         if group:
             first, last = group[0], group[-1]
-            adjacent = (run.path, run.offset) == (last.path, last.end)
+            adjacent = run.offset == last.end and run.path == last.path
             separate = run.separate_blocks or last.separate_blocks
             if not adjacent or separate or run.end - first.offset > sizes.BLOCK_BYTES:
                 yield group
@@ -254,13 +245,12 @@ def _ends_of_blocks(runs: Sequence[_Run]) -> list[int]:
     ends = list(runs[0].cuts)
     for last, run in itertools.pairwise(runs):
         is_large = max(last.nbytes, run.nbytes) >= sizes.SMALL_BLOCK_BYTES
-        if is_large or last.request.is_replicated != run.request.is_replicated:
+        if is_large or last.is_replicated != run.is_replicated:
             ends.append(run.offset)
         ends += run.cuts
     return [*ends, runs[-1].end]
 
 
-@torch.no_grad()
 def _write(
     fd: int, runs: Sequence[_Run], scratch: threading.local, *, hashed: bool, is_signed: bool
 ) -> Sequence[Block]:
@@ -272,8 +262,9 @@ def _write(
     for run in runs:
         tensor, size = run.tensor, run.nbytes
         as_stored = tensor.device.type == "cpu" and tensor.dtype == run.dtype and tensor.is_contiguous()
-        if as_stored and size > sizes.SMALL_WRITE_BYTES:
-            _write_bytes(fd, begin, memory_of(_buffer(scratch)[:filled]), digest)
+        if as_stored and (size > sizes.SMALL_WRITE_BYTES or len(runs) == 1):
+            if filled:
+                _write_bytes(fd, begin, memory_of(_buffer(scratch)[:filled]), digest)
             _write_bytes(fd, run.offset, memory_of(tensor), digest)
             begin, filled = run.end, 0
         else:
@@ -285,7 +276,8 @@ def _write(
             else:
                 target.copy_(tensor.to(run.dtype).reshape(-1).view(torch.uint8))
             filled += size
-    _write_bytes(fd, begin, memory_of(_buffer(scratch)[:filled]), digest)
+    if filled:
+        _write_bytes(fd, begin, memory_of(_buffer(scratch)[:filled]), digest)
     return digest.blocks if digest else ()
 
 
