@@ -215,7 +215,8 @@ class Checksums:
     def __init__(self, read_manifests: ManifestReader) -> None:
         self._read_manifests = read_manifests
         self._blocks: dict[Path, list[Block]] = {}
-        self._ranges: dict[Path, list[CheckedRange]] = {}
+        self._ranges: dict[Path, tuple[list[CheckedRange], list[int]]] = {}
+        """By path: sorted ranges, and where each begins."""
         self._lock = threading.Lock()
 
     def covering(self, path: Path, begin: int, end: int) -> list[CheckedRange]:
@@ -223,6 +224,9 @@ class Checksums:
         if begin >= end:
             return []
         with self._lock:
+            found = self._known(path, begin, end)
+            if _cover(found, begin, end):
+                return found
             more = iter(self._read_manifests(path, begin, end))
             while not _cover(found := self._known(path, begin, end), begin, end):
                 blocks = next(more, None)
@@ -236,14 +240,14 @@ class Checksums:
                     known = self._blocks.setdefault(of_path, [])
                     known.extend(of_file)
                     known.sort()
-                    self._ranges[of_path] = list(_ranges_of(known))
+                    ranges = list(_ranges_of(known))
+                    self._ranges[of_path] = ranges, [one.begin for one in ranges]
         return found
 
     def _known(self, path: Path, begin: int, end: int) -> list[CheckedRange]:
-        ranges = self._ranges.get(path, [])
-        first = bisect.bisect_right(ranges, begin, key=lambda one: one.begin) - 1
-        last = bisect.bisect_left(ranges, end, key=lambda one: one.begin)
-        return ranges[max(first, 0) : last]
+        ranges, begins = self._ranges.get(path, ([], []))
+        first = bisect.bisect_right(begins, begin) - 1
+        return ranges[max(first, 0) : bisect.bisect_left(begins, end)]
 
 
 def _ranges_of(blocks: Sequence[Block]) -> Iterator[CheckedRange]:
@@ -269,6 +273,8 @@ def _ranges_of(blocks: Sequence[Block]) -> Iterator[CheckedRange]:
 
 def _cover(ranges: Sequence[CheckedRange], begin: int, end: int) -> bool:
     """Return whether ranges cover bytes [begin, end) without gaps or overlaps."""
+    if len(ranges) == 1:
+        return ranges[0].begin <= begin and end <= ranges[0].end
     ends = [ranges[0].begin, *(one.end for one in ranges)] if ranges else [0]
     in_a_row = all(one.begin == at and one.begin < one.end for one, at in zip(ranges, ends, strict=False))
     return bool(ranges) and in_a_row and ranges[0].begin <= begin and end <= ends[-1]

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -71,26 +71,19 @@ class _View:
         return math.prod(self.piece.shape) * self.entry.dtype.itemsize
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class _Range:
     """Contiguous elements of one file entry, and the tensor to fill."""
 
     entry: Entry
     begin: int
     """Offset in the file, in bytes."""
+    end: int
+    """Offset in the file after the last byte."""
     target: torch.Tensor
     """Also contiguous."""
     dtype: torch.dtype
     """The region's dtype, to which values are cast first."""
-
-    @property
-    def nbytes(self) -> int:
-        return self.target.numel() * self.entry.dtype.itemsize
-
-    @property
-    def end(self) -> int:
-        """Offset in the file after the last byte."""
-        return self.begin + self.nbytes
 
     @property
     def is_direct(self) -> bool:
@@ -98,42 +91,36 @@ class _Range:
         return self.dtype == self.entry.dtype == self.target.dtype and self.target.device.type == "cpu"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class _Ranges:
     """All requested ranges of some adjacent ranges with checksums, or one range without a checksum."""
 
+    entry: Entry
+    """The entry of the first range."""
     checked: list[CheckedRange]
     """Empty if there is no checksum."""
     ranges: list[_Range]
+    begin: int = field(init=False)
+    """Offset in the file of the first byte to read."""
+    end: int = field(init=False)
+    """Offset in the file after the last byte to read."""
+    is_direct: bool = field(init=False)
+    """Whether the ranges cover the checked ranges without gaps and can be read directly into their targets."""
 
-    @property
-    def entry(self) -> Entry:
-        """The entry of the first range."""
-        return self.ranges[0].entry
-
-    @property
-    def begin(self) -> int:
-        """Offset of the first range in the file, in bytes."""
-        return self.ranges[0].begin
+    def __post_init__(self) -> None:
+        first, last = (self.checked or self.ranges)[0], (self.checked or self.ranges)[-1]
+        self.begin, self.end = first.begin, last.end
+        at = self.begin
+        for each in self.ranges:
+            self.is_direct = each.begin == at and each.is_direct
+            if not self.is_direct:
+                return
+            at = each.end
+        self.is_direct = at == self.end
 
     @property
     def nbytes(self) -> int:
-        return sum(r.nbytes for r in self.ranges)
-
-    @property
-    def span(self) -> tuple[int, int]:
-        """Offsets in the file of the first byte to read, and after the last one."""
-        if self.checked:
-            return self.checked[0].begin, self.checked[-1].end
-        return self.begin, self.ranges[-1].end
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether the ranges cover the checked ranges without gaps and can be read directly into their targets."""
-        begin, end = self.span
-        ends = [begin, *(r.end for r in self.ranges)]
-        in_a_row = all(r.begin == at and r.is_direct for r, at in zip(self.ranges, ends, strict=False))
-        return in_a_row and ends[-1] == end
+        return sum(each.end - each.begin for each in self.ranges)
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,7 +259,7 @@ class Reader:
                     "another checkpoint."
                 )
             part = target[(begin - view.begin) // itemsize : (stop - view.begin) // itemsize]
-            yield _Ranges(checked, [_Range(entry, begin, part, view.dtype)])
+            yield _Ranges(entry, checked, [_Range(entry, begin, stop, part, view.dtype)])
             begin = stop
 
     def _own_columns(self, view: _View) -> list[_Columns]:
@@ -299,6 +286,7 @@ class Reader:
         progress = self._progress or self._begin_progress(sum(read.nbytes for read in reads))
         with nullcontext() if self._progress else progress:
 
+            @torch.no_grad()
             def work() -> None:
                 while True:
                     try:
@@ -306,8 +294,7 @@ class Reader:
                     except IndexError:
                         return
                     try:
-                        with torch.no_grad():
-                            self._execute(read)
+                        self._execute(read)
                     except BaseException:
                         waiting.clear()
                         raise
@@ -351,14 +338,14 @@ class Reader:
 
     def _read_ranges(self, reads: _Ranges) -> None:
         """Read directly into the targets, or through the scratch buffer for casts, other devices or partial blocks."""
-        begin, end = reads.span
+        begin, end = reads.begin, reads.end
         if reads.is_direct:
             self._read_checked(reads, reads.checked, begin, [memory_of(read.target) for read in reads.ranges])
             return
         scratch = self._buffer(end - begin)
         self._read_checked(reads, reads.checked, begin, [memory_of(scratch)])
         for read in reads.ranges:
-            part = scratch[read.begin - begin :][: read.nbytes]
+            part = scratch[read.begin - begin : read.end - begin]
             aligned = part.storage_offset() % read.entry.dtype.itemsize == 0
             values = (part if aligned else part.clone()).view(read.entry.dtype)
             read.target.copy_(values if read.dtype in (read.entry.dtype, read.target.dtype) else values.to(read.dtype))
@@ -487,44 +474,50 @@ def _spans(ranges: Sequence[CheckedRange], begin: int, end: int) -> Iterator[lis
 
 def _by_block(reads: Iterable[_Read]) -> list[_Read]:
     """Merge the ranges of each checked range, and small adjacent reads, and sort all reads by path and offset."""
-    found: list[_Read] = []
-    of_block: dict[tuple[Path, int], _Ranges] = {}
+    of_file: dict[Path, list[_Read]] = {}
+    of_blocks: dict[tuple[Path, int, int], list[_Ranges]] = {}
     for read in reads:
         if isinstance(read, _Ranges) and read.checked:
-            first = of_block.setdefault((read.entry.path, read.checked[0].begin), read)
-            if first is not read:
-                first.ranges.extend(read.ranges)
-                continue
-        found.append(read)
-    for together in of_block.values():
-        together.ranges.sort(key=lambda r: r.begin)
-    return list(_merge_adjacent(sorted(found, key=lambda read: (read.entry.path, read.begin))))
+            of_blocks.setdefault((read.entry.path, read.begin, read.end), []).append(read)
+        else:
+            of_file.setdefault(read.entry.path, []).append(read)
+    for (path, _, _), same in of_blocks.items():
+        read = same[0]
+        if len(same) > 1:
+            ranges = sorted((each for one in same for each in one.ranges), key=lambda each: each.begin)
+            read = _Ranges(ranges[0].entry, read.checked, ranges)
+        of_file.setdefault(path, []).append(read)
+    return [read for path in sorted(of_file) for read in _merge_adjacent(of_file[path])]
 
 
 def _merge_adjacent(reads: Iterable[_Read]) -> Iterator[_Read]:
-    """Merge adjacent sorted reads of ranges that are both direct, or both not, up to `sizes.BLOCK_BYTES`."""
-    last: _Ranges | None = None
-    for read in reads:
-        if not isinstance(read, _Ranges) or not read.checked:
-            if last is not None:
-                yield last
-            last = None
-            yield read
-        elif last is not None and _may_merge(last, read):
-            last.checked.extend(read.checked)
-            last.ranges.extend(read.ranges)
+    """Sort reads of a file; merge adjacent ranges that are both direct, or both not, up to `sizes.BLOCK_BYTES`."""
+    group: list[_Ranges] = []
+    for read in sorted(reads, key=lambda read: read.begin):
+        if isinstance(read, _Ranges) and read.checked and (not group or _may_join(group, read)):
+            group.append(read)
+            continue
+        if group:
+            yield _merged(group)
+            group = []
+        if isinstance(read, _Ranges) and read.checked:
+            group = [read]
         else:
-            if last is not None:
-                yield last
-            last = _Ranges([*read.checked], [*read.ranges])
-    if last is not None:
-        yield last
+            yield read
+    if group:
+        yield _merged(group)
 
 
-def _may_merge(last: _Ranges, read: _Ranges) -> bool:
-    (begin, at), (next_begin, end) = last.span, read.span
-    is_adjacent = last.entry.path == read.entry.path and at == next_begin and end - begin <= sizes.BLOCK_BYTES
-    return is_adjacent and last.is_direct == read.is_direct
+def _may_join(group: Sequence[_Ranges], read: _Ranges) -> bool:
+    fits = read.begin == group[-1].end and read.end - group[0].begin <= sizes.BLOCK_BYTES
+    return fits and read.is_direct == group[0].is_direct
+
+
+def _merged(group: Sequence[_Ranges]) -> _Ranges:
+    if len(group) == 1:
+        return group[0]
+    checked, ranges = ([each for one in group for each in getattr(one, part)] for part in ("checked", "ranges"))
+    return _Ranges(group[0].entry, checked, ranges)
 
 
 def _rows(view: _View) -> Iterator[_View]:
