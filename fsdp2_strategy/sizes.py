@@ -12,6 +12,9 @@ from __future__ import annotations
 
 BLOCK_BYTES = 16 << 20
 """Maximum size of a block of a file: a block has one checksum, and one thread reads or writes it at a time."""
+SMALL_BLOCK_BYTES = 128 << 10
+"""Parts of tensors from this size have checksum blocks of their own, which also end where the shards of other numbers
+of ranks end, if those are not smaller; see [Note: ends of blocks] in `write`."""
 CACHED_BYTES = 256 << 10
 """Bytes that are hashed and written or sent, or read and hashed, at a time; few enough for the processor's cache."""
 SMALL_WRITE_BYTES = 256 << 10

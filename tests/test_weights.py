@@ -609,7 +609,7 @@ def test_what_has_memory_and_no_values_stays_unreal_until_it_is_loaded(folder, t
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patched:
-        patched.setattr(verified_read, "read_into", fail)
+        patched.setattr(verified_read, "read_parts_into", fail)
         with pytest.raises(CheckpointError, match="Input/output error"):
             strategy.prepare_model(model)
     with pytest.raises(CheckpointError, match="no values yet"):

@@ -28,6 +28,7 @@ from fsdp2_strategy.checkpoint.paths import TRAINABLE, WRAPPER, CheckpointPaths
 from fsdp2_strategy.checkpoint.reader import opened_around
 from fsdp2_strategy.checkpoint.storage import LoadTargets, stored_in, targets_by_name
 from fsdp2_strategy.checkpoint.training_state import log_differences
+from fsdp2_strategy.distributed.process_group import is_rank_0
 from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.copy_folder import TOKENIZER_FILES
 from fsdp2_strategy.hf.library_internals import names_not_saved
@@ -111,7 +112,7 @@ class SidecarFiles:
 
     folder: Path
     skeleton: nn.Module | None = None
-    """For a transformers model: a copy of the top-level module without parameters, buffers and children."""
+    """For a transformers model, on rank 0: a copy of the top-level module without parameters, buffers and children."""
     regions: Mapping[str, Region] = field(default_factory=dict)
     """The tensors in the weight files, by their names in these files."""
     source: Path | None = None
@@ -128,9 +129,9 @@ class SidecarFiles:
 
     @classmethod
     def of(cls, folder: Path, model: nn.Module, regions: Mapping[str, Region], source: Path | None) -> SidecarFiles:
-        """Copy the configurations of ``model``, which must not contain adapter modules."""
+        """Copy the configurations of ``model``, without adapter modules, on the rank that writes the files."""
         skeleton = None
-        if is_transformers_model(model):
+        if is_rank_0() and is_transformers_model(model):
             skeleton = copy_module_shell(model)
             for name in ("config", "generation_config"):
                 if hasattr(skeleton, name):

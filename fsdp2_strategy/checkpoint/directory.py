@@ -247,7 +247,8 @@ def warn_of_other_weights(partial: CheckpointPaths, final: Path, step: int) -> N
         before, after = (_weight_blocks(paths) for paths in (old, partial))
     except (CheckpointError, OSError):  # it does not exist, or is unusable
         return
-    if before != after:
+    # Blocks with other ends, as earlier versions wrote them, tell nothing; a file begins with the block of its header.
+    if any(after.get(place) != digest for place, digest in before.items() if place in after or place[1] == 0):
         message = (
             "%s is replaced by a checkpoint of the same step %d with other weights: only steps of "
             "strategy.optimizer_step are counted"
@@ -255,17 +256,18 @@ def warn_of_other_weights(partial: CheckpointPaths, final: Path, step: int) -> N
         logger.warning(message, final, step)
 
 
-def _weight_blocks(paths: CheckpointPaths) -> dict[str, Any]:
-    """Return the blocks of weights in rank 0's checksum manifest, by file."""
+def _weight_blocks(paths: CheckpointPaths) -> dict[tuple[Any, ...], str]:
+    """Return the digests of weights in rank 0's checksum manifest, by file, begin and end of their blocks."""
     file = paths.rank_file(CHECKSUMS, 0)
     sizes_of_files = {paths.name_of(path): path.stat().st_size for path in paths.root.rglob("*")}
     blocks = parse_checksums(read_small_file(file, CHECKSUMS_BYTES), file, sizes_of_files)["blocks"]
     parts = [paths, *(paths.of_model(folder.name) for folder in model_folders(paths.root))]
     folders = {paths.name_of(f) for of in parts for f in (of.model, of.state / WRAPPER, of.state / TRAINABLE)}
     return {
-        name: of_file
+        (name, begin, end, *strided): digest
         for name, of_file in blocks.items()
         if Path(name).suffix == ".safetensors" and Path(name).parent.as_posix() in folders
+        for begin, end, digest, *strided in of_file
     }
 
 

@@ -50,7 +50,7 @@ from fsdp2_strategy.checkpoint.signature import SIGNATURE, check_signature, sha2
 from fsdp2_strategy.errors import CheckpointError, DamageError
 from fsdp2_strategy.hf.weights_folder import INDEX_BYTES
 from fsdp2_strategy.storage.checksum_manifests import CHECKSUMS_BYTES, damage, parse_checksums
-from fsdp2_strategy.storage.checksums import Block, CheckedRange, Checksums, digest_of
+from fsdp2_strategy.storage.checksums import Block, CheckedRange, Checksums, Hasher, adjacent_ranges, digest_of
 from fsdp2_strategy.storage.file_reads import SourceFile, size_of_file
 from fsdp2_strategy.storage.json_values import from_json_values
 from fsdp2_strategy.storage.safetensors_format import MAX_HEADER_BYTES, Entry, read_header, read_into
@@ -118,15 +118,17 @@ class Opened:
             raise DamageError(str(error)) from error
 
     def check_files(self, names: Iterable[str], *, share: int = 0, shares: int = 1) -> None:
-        """Verify all blocks of some files, or every one of ``shares`` from the one with number ``share``."""
-        ranges = [
-            (self.paths.root / name, checked)
+        """Verify all blocks of some files, or one of ``shares`` parts of them, that with number ``share``."""
+        tasks = [
+            (self.paths.root / name, together)
             for name in names
             if name not in self.manifest["checksums"]
-            for checked in self.checksums.covering(self.paths.root / name, 0, self.manifest["files"][name])
+            for together in adjacent_ranges(
+                self.checksums.covering(self.paths.root / name, 0, self.manifest["files"][name])
+            )
         ]
         with ThreadPoolExecutor(_THREADS) as pool:
-            for problems in pool.map(lambda one: problems_in(one[0], [one[1]]), ranges[share::shares]):
+            for problems in pool.map(lambda task: problems_in(*task), tasks[share::shares]):
                 for _, problem in problems:
                     raise DamageError(f"cannot load {self.paths.root}: {problem}. Load another checkpoint.")
 
@@ -135,19 +137,17 @@ def problems_in(path: Path, together: Sequence[CheckedRange]) -> list[tuple[Chec
     """Read adjacent ranges of a file and compare their checksums; return the problem of each range that has one."""
     begin, end = together[0].begin, together[-1].end
     memory = memoryview(bytearray(min(end - begin, sizes.CACHED_BYTES)))
-    hashers = [checked.hasher() for checked in together]
+    hasher = Hasher(together)
     try:
         with SourceFile(path) as file:
             for at in range(begin, end, sizes.CACHED_BYTES):
                 part = memory[: end - at]
                 file.read(partial(read_into, offset=at, memory=part))
-                for checked, hasher in zip(together, hashers, strict=True):
-                    hasher.update(part if len(together) == 1 else part[checked.begin - begin : checked.end - begin])
+                hasher.update(part)
     except OSError as error:
         why = error.strerror or error
         return [(c, f"bytes {c.begin} to {c.end} of {path} cannot be read: {why}") for c in together]
-    found = zip(together, (hasher.problem(path) for hasher in hashers), strict=True)
-    return [(checked, problem) for checked, problem in found if problem]
+    return hasher.problems(path)
 
 
 def check_structure(path: Path, key: bytes | None = None) -> dict[str, Any]:

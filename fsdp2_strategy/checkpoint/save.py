@@ -44,6 +44,7 @@ from fsdp2_strategy.checkpoint.signature import read_key
 from fsdp2_strategy.checkpoint.storage import stage_gathered, stage_local, write_components
 from fsdp2_strategy.checkpoint.trainable_only import LeftOut
 from fsdp2_strategy.checkpoint.training_state import (
+    names_by_identity,
     optimizer_hyper,
     optimizer_tensors,
     schedule_state,
@@ -243,7 +244,7 @@ class _SavePlan:
     sidecars: list[tuple[SidecarFiles, Any]]
     """The sidecar files of each model, with its tokenizer."""
     json_files: dict[Path, str]
-    """Content by path."""
+    """Content by path; on rank 0 also that of each ``trainer_state.json``."""
     rank_files: dict[Path, bytes]
     """Content of this rank's files by path: the random state first, then the loader's state if each rank has one."""
     data: dict[str, Any] | None
@@ -274,7 +275,7 @@ def _plan(request: SaveRequest, laid_out: Mapping[str, _LaidOut]) -> _SavePlan:
         "client_state": request.client_state,
         **states.get(ONLY, {}),
         "data": data.entry if data else None,
-        "versions": {"torch": torch.__version__} | {name: version(name) for name in ("transformers", "fsdp2_strategy")},
+        "versions": _versions(),
     }
     partial = request.partial_paths
     rank_files = {partial.rank_file(RNG, rank()): rng_content()}
@@ -282,10 +283,11 @@ def _plan(request: SaveRequest, laid_out: Mapping[str, _LaidOut]) -> _SavePlan:
         rank_files[partial.rank_file(DATA, rank())] = data.rank_file
     shard_sizes = {name: shard_size_of_model(own.model) for name, own in request.models.items()}
     json_files = {partial.state / name: text for name, text in request.json_files(max(shard_sizes.values())).items()}
-    json_files[partial.state / TRAINER_STATE] = as_json(of_run)
-    for name, state in states.items():
-        if name != ONLY:
-            json_files[laid_out[name][0].state / TRAINER_STATE] = as_json(state)
+    if is_rank_0():  # which writes them
+        json_files[partial.state / TRAINER_STATE] = as_json(of_run)
+        for name, state in states.items():
+            if name != ONLY:
+                json_files[laid_out[name][0].state / TRAINER_STATE] = as_json(state)
     return _SavePlan(
         request=request.without_objects(),
         components=[replace(each, is_signed=request.is_signed) for each in components],
@@ -298,6 +300,12 @@ def _plan(request: SaveRequest, laid_out: Mapping[str, _LaidOut]) -> _SavePlan:
     )
 
 
+@functools.cache
+def _versions() -> dict[str, str]:
+    """Return the versions of the packages that write a checkpoint; reading one parses the metadata of its package."""
+    return {"torch": torch.__version__} | {name: version(name) for name in ("transformers", "fsdp2_strategy")}
+
+
 def _training_state(
     own: ModelObjects, paths: CheckpointPaths, left_out: LeftOut | None
 ) -> tuple[list[Component], dict[str, Any]]:
@@ -306,9 +314,10 @@ def _training_state(
     hyper = None
     if own.optimizer is not None:
         check_usable(own.optimizer)
-        tensors = optimizer_tensors(own.model, own.optimizer)
+        names = names_by_identity(own.model)
+        tensors = optimizer_tensors(own.model, own.optimizer, names)
         components.append(Component.of(paths.state / OPTIMIZER, tensors, stem=OPTIMIZER))
-        hyper = optimizer_hyper(own.model, own.optimizer)
+        hyper = optimizer_hyper(own.optimizer, names)
         check_json(hyper, "optimizer")
     if own.ema is not None:
         components.append(Component.of(paths.state / EMA, own.ema, stem=EMA))

@@ -70,7 +70,7 @@ def targets_by_name(what: str, tensors: Mapping[str, torch.Tensor], stored: Mapp
 def write_components(components: Sequence[Component]) -> dict[Path, list[Block]]:
     """Write components and fsync their files; return the checksums of the bytes that this rank wrote; collective."""
     writer = ComponentWriter()
-    state: dict[str, Any] = {str(each.folder / each.stem): each for each in components}
+    state: dict[str, Any] = {f"{number}/{each.stem}": each for number, each in enumerate(components)}
     with convert_dcp_errors():
         save(
             state,

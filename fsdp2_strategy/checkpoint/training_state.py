@@ -129,21 +129,30 @@ def unwrap_and_reshard(model: nn.Module) -> nn.Module:
     return inner
 
 
-def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """Return the tensors of the optimizer's state as ``state.<parameter name>.<key>``."""
+def names_by_identity(model: nn.Module) -> dict[int, str]:
+    """Return the name of each parameter of a model, by the parameter's `id`."""
+    return {id(parameter): name for name, parameter in named_parameters(unwrap_model(model)).items()}
+
+
+def optimizer_tensors(
+    model: nn.Module, optimizer: Optimizer, names: Mapping[int, str] | None = None
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of the optimizer's state as ``state.<parameter name>.<key>``.
+
+    ``names`` is the result of `names_by_identity` if the caller has it.
+    """
     return {
         f"state.{name}.{key}": value
-        for name, state in _named_state(optimizer, _names_by_identity(model)).items()
+        for name, state in _named_state(optimizer, names or names_by_identity(model)).items()
         for key, value in state.items()
         if isinstance(value, torch.Tensor)
     }
 
 
-def optimizer_hyper(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def optimizer_hyper(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
     """Return, as JSON, an optimizer's hyper-parameters and the state values that are not tensors, by parameter name."""
     settings: list[dict[str, Any]] = []
     of_parameter: dict[str, int] = {}
-    names = _names_by_identity(model)
     for group in optimizer.param_groups:
         own = {key: as_json_values(value) for key, value in group.items() if key not in IMPLEMENTATION}
         if own not in settings:
@@ -173,7 +182,7 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer, hyper: Mapping[str, 
             f"cannot load the optimizer: the checkpoint holds the state of {hyper['class']}, expected that of {own}. "
             f"Use the same class, or pass {NO_OPTIMIZER}."
         )
-    names = _names_by_identity(model)
+    names = names_by_identity(model)
     known = hyper["of_parameter"]
     missing = [n for g in optimizer.param_groups for p in g["params"] if (n := _name_of(p, names)) not in known]
     if missing and strict:
@@ -309,7 +318,7 @@ def allocate_optimizer_state(
 
     Tensors of the optimizer are reused if shape and dtype match, so that a load does not need memory for two copies.
     """
-    names = _names_by_identity(model)
+    names = names_by_identity(model)
     of_optimizer = {_name_of(p, names): (p, group) for group in optimizer.param_groups for p in group["params"]}
     state: dict[str, dict[str, torch.Tensor]] = {name: {} for name in of_optimizer}
     flat: dict[str, torch.Tensor] = {}
@@ -334,7 +343,7 @@ def allocate_optimizer_state(
 
 def settings_by_group(model: nn.Module, optimizer: Optimizer, hyper: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the saved hyper-parameters of each group; raise if its parameters were saved with different ones."""
-    names = _names_by_identity(model)
+    names = names_by_identity(model)
     settings = []
     for group in optimizer.param_groups:
         indices = {hyper["of_parameter"].get(names[id(p)]) for p in group["params"]} - {None}
@@ -381,7 +390,7 @@ def restore_optimizer(
     ``state`` and ``non_tensors`` contain values by parameter name and key. ``settings`` contains the hyper-parameters
     of each group. Without ``load_learning_rates``, hyper-parameters that schedules set are not changed.
     """
-    names, non_tensors = _names_by_identity(model), from_json_values(dict(non_tensors))
+    names, non_tensors = names_by_identity(model), from_json_values(dict(non_tensors))
     for group, saved in zip(optimizer.param_groups, settings, strict=True):
         own = {
             key: value
@@ -427,11 +436,6 @@ def _plain(value: Any) -> Any:
 def _class_of(optimizer: Optimizer) -> str:
     name = type(optimizer).__name__
     return f"{name}({type(optimizer.inner).__name__})" if isinstance(optimizer, FSDPadaptOptimizer) else name
-
-
-def _names_by_identity(model: nn.Module) -> dict[int, str]:
-    """Return the name of each parameter of a model, by the parameter's `id`."""
-    return {id(parameter): name for name, parameter in named_parameters(unwrap_model(model)).items()}
 
 
 def _named_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, dict[str, Any]]:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from fsdp2_strategy import sizes
 from fsdp2_strategy.checkpoint.listing import REMOVED, extra_entries, hidden_in, models_in
 from fsdp2_strategy.checkpoint.paths import RNG, as_path, identity_of
 from fsdp2_strategy.checkpoint.random_state import RNG_BYTES, check_rng
@@ -23,7 +22,7 @@ from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.progress import Progress
 from fsdp2_strategy.errors import CheckpointError, counted
 from fsdp2_strategy.hf.weights_folder import read_index
-from fsdp2_strategy.storage.checksums import CheckedRange
+from fsdp2_strategy.storage.checksums import CheckedRange, adjacent_ranges
 from fsdp2_strategy.storage.file_reads import read_repeats
 from fsdp2_strategy.storage.safetensors_format import Entry, read_header
 
@@ -115,7 +114,7 @@ def _tasks(opened: Opened) -> tuple[dict[Path, list[Entry]], list[_Task], list[s
         try:
             if name not in opened.manifest["checksums"]:
                 found = opened.checksums.covering(file, 0, size)
-                tasks += [(file, together) for together in _together(found)]
+                tasks += [(file, together) for together in adjacent_ranges(found)]
                 if found and found[-1].end != size:
                     problems.append(f"the checksums of {file} cover {found[-1].end} bytes, but the file has {size}")
             if file.suffix == ".safetensors":
@@ -124,18 +123,6 @@ def _tasks(opened: Opened) -> tuple[dict[Path, list[Entry]], list[_Task], list[s
             if str(error) not in problems:  # a corrupt checksum manifest causes the same error for several files
                 problems.append(str(error))
     return tensors, tasks, problems
-
-
-def _together(ranges: list[CheckedRange]) -> Iterator[list[CheckedRange]]:
-    """Yield successive ranges of a file in groups; the ranges of a group of several are small and adjacent."""
-    group: list[CheckedRange] = []
-    for checked in ranges:
-        if group and (checked.end - group[0].begin > sizes.CACHED_BYTES or checked.begin != group[-1].end):
-            yield group
-            group = []
-        group.append(checked)
-    if group:
-        yield group
 
 
 def _problems_of_states(opened: Opened) -> list[str]:

@@ -18,9 +18,11 @@ import bisect
 import hashlib
 import itertools
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -47,21 +49,42 @@ class Block:
 
 
 class BlockHash:
-    """Hash the bytes of a block while they are written."""
+    """Hash the bytes of adjacent blocks while they are written, in their order."""
 
-    def __init__(self, *, is_signed: bool) -> None:
-        self._xxh3, self._sha256 = xxhash.xxh3_64(), hashlib.sha256() if is_signed else None
+    def __init__(self, begin: int, ends: Sequence[int], *, is_signed: bool) -> None:
+        """Begin at byte ``begin`` of a file; each block ends where the next one begins."""
+        self._at, self._ends, self._is_signed = begin, deque(ends), is_signed
+        self.blocks: list[Block] = []
+        """The blocks whose bytes were all hashed."""
+        self._begin_block()
+
+    def _begin_block(self) -> None:
+        self._begin = self._at
+        self._xxh3, self._sha256 = xxhash.xxh3_64(), hashlib.sha256() if self._is_signed else None
 
     def update(self, part: memoryview) -> None:
         """Hash the next bytes."""
+        while self._at + len(part) > self._ends[0]:
+            length = self._ends[0] - self._at
+            self.update(part[:length])
+            part = part[length:]
         self._xxh3.update(part)
         if self._sha256 is not None:
             self._sha256.update(part)
+        self._at += len(part)
+        if self._at == self._ends[0]:
+            sha256 = self._sha256.hexdigest() if self._sha256 is not None else ""
+            self.blocks.append(Block(self._begin, self._ends.popleft(), self._xxh3.hexdigest(), sha256=sha256))
+            if self._ends:
+                self._begin_block()
 
-    def block(self, begin: int, end: int, run_bytes: int = 0, stride: int = 0) -> Block:
-        """Return the block of the hashed bytes; see `Block` for the arguments."""
-        sha256 = self._sha256.hexdigest() if self._sha256 is not None else ""
-        return Block(begin, end, self._xxh3.hexdigest(), run_bytes, stride, sha256)
+
+def strided_block(begin: int, rows: memoryview, count: int, stride: int, *, is_signed: bool) -> Block:
+    """Return the block of ``count`` runs of equal length, which follow each other in ``rows``; see `Block`."""
+    run_bytes = len(rows) // count
+    sha256 = hashlib.sha256(rows).hexdigest() if is_signed else ""
+    end = begin + (count - 1) * stride + run_bytes
+    return Block(begin, end, xxhash.xxh3_64_hexdigest(rows), run_bytes, stride, sha256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,58 +96,86 @@ class CheckedRange:
     blocks: tuple[Block, ...]
     """One block without a stride, or several strided blocks with the same stride."""
 
-    def hasher(self) -> Hasher:
-        """Return a `Hasher` for the range's bytes."""
-        return Hasher(self)
-
     def check(self, content: bytes | memoryview, path: Path, what: str) -> None:
         """Compare the digests of the range's bytes, read from ``path``, with those of its blocks."""
-        hasher = self.hasher()
+        hasher = Hasher([self])
         hasher.update(memoryview(content))
         hasher.check(path, what)
 
 
 class Hasher:
-    """Hash the bytes of a range in their order, and compare the digests with those of its blocks."""
+    """Hash the bytes of adjacent ranges in their order, and compare the digests with those of their blocks."""
 
-    def __init__(self, checked: CheckedRange) -> None:
-        self._checked = checked
-        self._hashes = [
-            hashlib.sha256() if len(b.digest) == _SHA256_DIGITS else xxhash.xxh3_64() for b in checked.blocks
-        ]
-        self._at = 0
+    def __init__(self, ranges: Sequence[CheckedRange]) -> None:
+        self._ranges = deque(ranges)
+        self._at = ranges[0].begin
+        self._wrong: list[tuple[CheckedRange, Block, str]] = []
+        self._hashes = _hashes_of(ranges[0])
 
     def update(self, part: memoryview) -> None:
         """Hash the next bytes."""
-        first = self._checked.blocks[0]
+        while part:
+            checked = self._ranges[0]
+            length = min(len(part), checked.end - self._at)
+            self._update_range(checked, part if length == len(part) else part[:length])
+            self._at += length
+            if self._at == checked.end:
+                self._compare(self._ranges.popleft())
+                self._hashes = _hashes_of(self._ranges[0]) if self._ranges else []
+            part = part[length:]
+
+    def _update_range(self, checked: CheckedRange, part: memoryview) -> None:
+        first = checked.blocks[0]
         if not first.stride:
             self._hashes[0].update(part)
             return
-        done = 0
+        at, done = self._at - checked.begin, 0
         while done < len(part):
-            place = (self._at + done) % first.stride
-            for block, own in zip(self._checked.blocks, self._hashes, strict=True):
+            place = (at + done) % first.stride
+            for block, own in zip(checked.blocks, self._hashes, strict=True):
                 if place < block.run_bytes:
                     length = min(block.run_bytes - place, len(part) - done)
                     own.update(part[done : done + length])
                     done += length
                     break
                 place -= block.run_bytes
-        self._at += done
 
-    def problem(self, path: Path) -> str:
-        """Return which bytes do not match their digest, or an empty text."""
-        for block, own in zip(self._checked.blocks, self._hashes, strict=True):
+    def _compare(self, checked: CheckedRange) -> None:
+        for block, own in zip(checked.blocks, self._hashes, strict=True):
             if (digest := own.hexdigest()) != block.digest:
-                runs = f" ({block.run_bytes} of every {block.stride})" if block.stride else ""
-                range_ = f"bytes {block.begin} to {block.end}{runs} of {path}"
-                return f"{range_} have the checksum {digest}, expected {block.digest}"
-        return ""
+                self._wrong.append((checked, block, digest))
+                return
+
+    def problems(self, path: Path) -> list[tuple[CheckedRange, str]]:
+        """Return the ranges whose bytes do not match a digest, each with a text, when all bytes were hashed."""
+        found = []
+        for checked, block, digest in self._wrong:
+            runs = f" ({block.run_bytes} of every {block.stride})" if block.stride else ""
+            range_ = f"bytes {block.begin} to {block.end}{runs} of {path}"
+            found.append((checked, f"{range_} have the checksum {digest}, expected {block.digest}"))
+        return found
 
     def check(self, path: Path, what: str) -> None:
         """Compare the digests with those of the blocks."""
-        if problem := self.problem(path):
+        for _, problem in self.problems(path):
             raise DamageError(f"cannot read {what}: {problem}. The file is corrupt: load another checkpoint.")
+
+
+def adjacent_ranges(ranges: Iterable[CheckedRange]) -> Iterator[list[CheckedRange]]:
+    """Yield successive ranges of a file in groups of adjacent ones, of at most `sizes.BLOCK_BYTES` if possible."""
+    group: list[CheckedRange] = []
+    for checked in ranges:
+        if group and (checked.end - group[0].begin > sizes.BLOCK_BYTES or checked.begin != group[-1].end):
+            yield group
+            group = []
+        group.append(checked)
+    if group:
+        yield group
+
+
+def _hashes_of(checked: CheckedRange) -> list[Any]:
+    """Return a hash object for each block of a range, of the kind of its digest."""
+    return [hashlib.sha256() if len(b.digest) == _SHA256_DIGITS else xxhash.xxh3_64() for b in checked.blocks]
 
 
 def digest_of(data: bytes | memoryview) -> str:
@@ -148,9 +199,9 @@ def blocks_of_file(path: Path, *, is_signed: bool = False) -> list[Block]:
 
 
 def _block_of(begin: int, content: memoryview, is_signed: bool) -> Block:
-    hashed = BlockHash(is_signed=is_signed)
+    hashed = BlockHash(begin, [begin + len(content)], is_signed=is_signed)
     hashed.update(content)
-    return hashed.block(begin, begin + len(content))
+    return hashed.blocks[0]
 
 
 ManifestReader = Callable[[Path, int, int], Iterable[Mapping[Path, Sequence[Block]]]]
@@ -164,7 +215,8 @@ class Checksums:
     def __init__(self, read_manifests: ManifestReader) -> None:
         self._read_manifests = read_manifests
         self._blocks: dict[Path, list[Block]] = {}
-        self._ranges: dict[Path, list[CheckedRange]] = {}
+        self._ranges: dict[Path, tuple[list[CheckedRange], list[int]]] = {}
+        """By path: sorted ranges, and where each begins."""
         self._lock = threading.Lock()
 
     def covering(self, path: Path, begin: int, end: int) -> list[CheckedRange]:
@@ -172,6 +224,9 @@ class Checksums:
         if begin >= end:
             return []
         with self._lock:
+            found = self._known(path, begin, end)
+            if _cover(found, begin, end):
+                return found
             more = iter(self._read_manifests(path, begin, end))
             while not _cover(found := self._known(path, begin, end), begin, end):
                 blocks = next(more, None)
@@ -185,14 +240,14 @@ class Checksums:
                     known = self._blocks.setdefault(of_path, [])
                     known.extend(of_file)
                     known.sort()
-                    self._ranges[of_path] = list(_ranges_of(known))
+                    ranges = list(_ranges_of(known))
+                    self._ranges[of_path] = ranges, [one.begin for one in ranges]
         return found
 
     def _known(self, path: Path, begin: int, end: int) -> list[CheckedRange]:
-        ranges = self._ranges.get(path, [])
-        first = bisect.bisect_right(ranges, begin, key=lambda one: one.begin) - 1
-        last = bisect.bisect_left(ranges, end, key=lambda one: one.begin)
-        return ranges[max(first, 0) : last]
+        ranges, begins = self._ranges.get(path, ([], []))
+        first = bisect.bisect_right(begins, begin) - 1
+        return ranges[max(first, 0) : bisect.bisect_left(begins, end)]
 
 
 def _ranges_of(blocks: Sequence[Block]) -> Iterator[CheckedRange]:
@@ -218,6 +273,8 @@ def _ranges_of(blocks: Sequence[Block]) -> Iterator[CheckedRange]:
 
 def _cover(ranges: Sequence[CheckedRange], begin: int, end: int) -> bool:
     """Return whether ranges cover bytes [begin, end) without gaps or overlaps."""
+    if len(ranges) == 1:
+        return ranges[0].begin <= begin and end <= ranges[0].end
     ends = [ranges[0].begin, *(one.end for one in ranges)] if ranges else [0]
     in_a_row = all(one.begin == at and one.begin < one.end for one, at in zip(ranges, ends, strict=False))
     return bool(ranges) and in_a_row and ranges[0].begin <= begin and end <= ends[-1]

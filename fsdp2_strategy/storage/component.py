@@ -11,9 +11,10 @@ recently used layouts are cached. The key contains everything that a layout depe
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -45,6 +46,8 @@ class FileLayout:
     """The regions that are written from gathered full tensors; ranks write the others without a gather."""
     shares: Sequence[Share]
     """The boxes of the other regions that this rank writes."""
+    derived: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
+    """What a planner derives from the layout, by keys of its own: the next save of the same layout uses it again."""
 
     @classmethod
     def of(

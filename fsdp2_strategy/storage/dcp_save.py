@@ -139,24 +139,28 @@ class LocalSavePlanner(SavePlanner):
 
     def _metadata(self, values: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
         for key, component in self._components.items():
-            for name, entry in component.entries.items():
-                shape = torch.Size(entry.shape)
-                chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
-                yield _fqn(key, name), TensorStorageMetadata(TensorProperties(entry.dtype), shape, [chunk])
+            derived = component.layout.derived
+            if ("metadata", key) not in derived:
+                derived["metadata", key] = list(_metadata_of(key, component))
+            yield from derived["metadata", key]
         for name in values:
             yield name, BytesStorageMetadata()
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Return this rank's plan: an item for each box that it writes; on the coordinator, also for each value."""
-        requests = [(key, each) for key, component in self._components.items() for each in component.write_requests()]
-        items = [_write_item(key, request) for key, request in requests]
-        self._tensors = {item.index: request.tensor for item, (_, request) in zip(items, requests, strict=True)}
+        requests: list[WriteRequest] = []
+        items: list[WriteItem] = []
+        for key, component in self._components.items():
+            own = component.write_requests()
+            requests += own
+            items += _write_items(key, component, own)
+        self._tensors = {item.index: request.tensor for item, request in zip(items, requests, strict=True)}
         self._texts: Mapping[str, str] = new_plan.planner_data.values
         values = [
             WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO, BytesIOWriteData(len(text)))
             for name, text in self._texts.items()
         ]
-        planned = _Planned(list(self._components.values()), [request for _, request in requests])
+        planned = _Planned(list(self._components.values()), requests)
         return SavePlan([*items, *values], storage_data=new_plan.storage_data, planner_data=planned)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -176,6 +180,21 @@ class _Planned:
 
 def _fqn(key: str, name: str) -> str:
     return f"{key}/{name}" if key else name
+
+
+def _metadata_of(key: str, component: Component) -> Iterator[tuple[str, TensorStorageMetadata]]:
+    for name, entry in component.entries.items():
+        shape = torch.Size(entry.shape)
+        chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
+        yield _fqn(key, name), TensorStorageMetadata(TensorProperties(entry.dtype), shape, [chunk])
+
+
+def _write_items(key: str, component: Component, requests: Sequence[WriteRequest]) -> list[WriteItem]:
+    """Return the items of a component's requests; those of its layout's shares are the same in the next save."""
+    derived, count = component.layout.derived, len(component.layout.shares)
+    if ("items", key) not in derived:
+        derived["items", key] = [_write_item(key, request) for request in requests[:count]]
+    return [*derived["items", key], *(_write_item(key, request) for request in requests[count:])]
 
 
 def _write_item(key: str, request: WriteRequest) -> WriteItem:

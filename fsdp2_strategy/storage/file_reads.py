@@ -173,6 +173,8 @@ _failing: dict[Path, float] = {}
 
 def _fails_on(path: Path) -> bool:
     """Return whether reads of a path, or of one of its directories, went on failing in the last minute."""
+    if not _failing:
+        return False
     now = time.monotonic()
     return any(now - _failing.get(each, -math.inf) < _SECONDS_WITHOUT_REPEATS for each in (path, *path.parents))
 

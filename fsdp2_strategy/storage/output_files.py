@@ -30,11 +30,13 @@ class File:
     name: str
     header: bytes
     entries: dict[str, Entry]
+    """By name, in the order of the file."""
 
     @property
     def nbytes(self) -> int:
         """Length of the file in bytes."""
-        return len(self.header) + sum(entry.nbytes for entry in self.entries.values())
+        last = next(reversed(self.entries.values()), None)
+        return last.offset + last.nbytes if last is not None else len(self.header)
 
     def moved_to(self, folder: Path) -> File:
         """Return a copy of the file with its paths in a folder."""

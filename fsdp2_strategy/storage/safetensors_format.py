@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -199,6 +199,15 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().reshape(-1)
     # A tensor of one element may have any stride, but `view` requires the stride 1.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data
+
+
+def read_parts_into(fd: int, offset: int, parts: Sequence[memoryview]) -> None:
+    """Fill each of ``parts`` with the bytes after those of the one before it, with one system call if possible."""
+    count = os.preadv(fd, parts, offset) if len(parts) > 1 else 0
+    for part in parts:
+        if count < len(part):  # the first part, or the system read less than was requested
+            read_into(fd, offset + count, part[count:])
+        offset, count = offset + len(part), max(0, count - len(part))
 
 
 def read_into(fd: int, offset: int, memory: memoryview) -> None:

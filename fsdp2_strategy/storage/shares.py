@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.process_group import rank, world_size
 from fsdp2_strategy.distributed.torch_internals import local_of
-from fsdp2_strategy.model.boxes import Box, LocalShard, ShardBox, row_major
+from fsdp2_strategy.model.boxes import Box, LocalShard, ShardBox, is_split, row_major
 from fsdp2_strategy.model.placeholders import full_tensor_of, is_computed, values_of
 from fsdp2_strategy.model.shards import local_shard, replica_of
 from fsdp2_strategy.storage.regions import Computed, Region, assemble, sources_of
@@ -64,6 +64,8 @@ class Share:
     """Shape, strides and offset of the view, in elements of the local tensor; None for the local tensor itself."""
     is_in_grid: bool
     """Whether the boxes of all ranks form a grid; see `WriteRequest`."""
+    is_replicated: bool
+    """Whether all ranks hold all values of the region; see `WriteRequest`."""
     rows: tuple[int, int] | None = None
     """First row and number of rows, within the view or local tensor; None for all."""
 
@@ -94,6 +96,7 @@ def own_shares(regions: Mapping[str, Region], tensors: Mapping[str, torch.Tensor
     shares: list[Share] = []
     for name, region in _by_source(regions, tensors):
         is_grid = _is_grid(region, held)
+        is_replicated = not any(held[piece.source].is_split for piece in region.pieces)
         fraction = before / max(1, total)
         before += region.numel()
         for piece in region.pieces:
@@ -102,12 +105,13 @@ def own_shares(regions: Mapping[str, Region], tensors: Mapping[str, torch.Tensor
                 continue
             if is_identity(region, tensors):
                 for local in own.shard.boxes:
-                    shares += Share(name, local.full, piece.source, _view_of(local, own.shard), True).cut(region)
+                    view = _view_of(local, own.shard)
+                    shares += Share(name, local.full, piece.source, view, True, is_replicated).cut(region)
                 continue
             for part in piece.in_shard(own.shard):
                 box = tuple(zip(part.start, part.shape, strict=True))
                 view = (part.shape, part.strides, part.offset)
-                shares += Share(name, box, piece.source, view, is_grid).cut(region)
+                shares += Share(name, box, piece.source, view, is_grid, is_replicated).cut(region)
     return shares
 
 
@@ -148,7 +152,10 @@ def values_of_shares(
 def write_requests(shares: Iterable[tuple[Share, torch.Tensor]], entries: Mapping[str, Entry]) -> list[WriteRequest]:
     """Return the write requests for shares and their values."""
     return [
-        WriteRequest(entries[share.name], share.box, values, is_in_grid=share.is_in_grid) for share, values in shares
+        WriteRequest(
+            entries[share.name], share.box, values, is_in_grid=share.is_in_grid, is_replicated=share.is_replicated
+        )
+        for share, values in shares
     ]
 
 
@@ -188,6 +195,8 @@ class _HeldShard:
     """The elements of a tensor that this rank holds, the index of its replica, and the number of replicas."""
 
     shard: LocalShard
+    is_split: bool
+    """Whether a placement splits the tensor, also if only one rank has a part."""
     replica: int
     replicas: int
 
@@ -195,7 +204,9 @@ class _HeldShard:
     def of(cls, tensor: torch.Tensor) -> _HeldShard:
         # Rank 0 writes all plain tensors: buffers, which may differ between ranks (batch-norm statistics), and
         # parameters that are not sharded.
-        return cls(local_shard(tensor), *(replica_of(tensor) if isinstance(tensor, DTensor) else (rank(), 1)))
+        if not isinstance(tensor, DTensor):
+            return cls(local_shard(tensor), False, rank(), 1)
+        return cls(local_shard(tensor), any(map(is_split, tensor.placements)), *replica_of(tensor))
 
 
 def _held_shards(tensors: Mapping[str, torch.Tensor]) -> dict[str, _HeldShard]:

@@ -5,7 +5,7 @@ Input: read requests, each with a region, a box of it, and the tensor to fill. O
 A contiguous range of a file is read directly into a CPU tensor of the same dtype. All other ranges are read into one
 scratch buffer per thread, so the memory needed does not grow with the model. A computed region is an exception: the
 full tensors that it is computed from are read, one region at a time. If there are checksums, each checksum block is
-read in full, even if only a part of it is requested.
+read in full, even if only a part of it is requested; [Note: ends of blocks] in `write` keeps that rare.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -33,10 +33,10 @@ from fsdp2_strategy.distributed.process_group import current_device, is_rank_0
 from fsdp2_strategy.distributed.progress import Progress
 from fsdp2_strategy.errors import CheckpointError, DamageError, counted
 from fsdp2_strategy.model.boxes import Box
-from fsdp2_strategy.storage.checksums import Block, CheckedRange, Checksums, Hasher
+from fsdp2_strategy.storage.checksums import Block, CheckedRange, Checksums, Hasher, adjacent_ranges
 from fsdp2_strategy.storage.file_reads import SourceFile, read_repeats
 from fsdp2_strategy.storage.regions import Computed, Piece, Region, sources_of, target_of, value_of
-from fsdp2_strategy.storage.safetensors_format import Entry, memory_of, read_into
+from fsdp2_strategy.storage.safetensors_format import Entry, memory_of, read_parts_into
 
 _THREADS = 4
 
@@ -71,26 +71,19 @@ class _View:
         return math.prod(self.piece.shape) * self.entry.dtype.itemsize
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class _Range:
     """Contiguous elements of one file entry, and the tensor to fill."""
 
     entry: Entry
     begin: int
     """Offset in the file, in bytes."""
+    end: int
+    """Offset in the file after the last byte."""
     target: torch.Tensor
     """Also contiguous."""
     dtype: torch.dtype
     """The region's dtype, to which values are cast first."""
-
-    @property
-    def nbytes(self) -> int:
-        return self.target.numel() * self.entry.dtype.itemsize
-
-    @property
-    def end(self) -> int:
-        """Offset in the file after the last byte."""
-        return self.begin + self.nbytes
 
     @property
     def is_direct(self) -> bool:
@@ -98,33 +91,36 @@ class _Range:
         return self.dtype == self.entry.dtype == self.target.dtype and self.target.device.type == "cpu"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class _Ranges:
-    """All requested ranges of one range with checksums, or one range without a checksum."""
+    """All requested ranges of some adjacent ranges with checksums, or one range without a checksum."""
 
-    checked: CheckedRange | None
+    entry: Entry
+    """The entry of the first range."""
+    checked: list[CheckedRange]
+    """Empty if there is no checksum."""
     ranges: list[_Range]
+    begin: int = field(init=False)
+    """Offset in the file of the first byte to read."""
+    end: int = field(init=False)
+    """Offset in the file after the last byte to read."""
+    is_direct: bool = field(init=False)
+    """Whether the ranges cover the checked ranges without gaps and can be read directly into their targets."""
 
-    @property
-    def entry(self) -> Entry:
-        """The entry of the first range."""
-        return self.ranges[0].entry
-
-    @property
-    def begin(self) -> int:
-        """Offset of the first range in the file, in bytes."""
-        return self.ranges[0].begin
+    def __post_init__(self) -> None:
+        first, last = (self.checked or self.ranges)[0], (self.checked or self.ranges)[-1]
+        self.begin, self.end = first.begin, last.end
+        at = self.begin
+        for each in self.ranges:
+            self.is_direct = each.begin == at and each.is_direct
+            if not self.is_direct:
+                return
+            at = each.end
+        self.is_direct = at == self.end
 
     @property
     def nbytes(self) -> int:
-        return sum(r.nbytes for r in self.ranges)
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether the ranges cover the checked range without gaps and can be read directly into their targets."""
-        ends = [self.checked.begin if self.checked else self.begin, *(r.end for r in self.ranges)]
-        in_a_row = all(r.begin == end and r.is_direct for r, end in zip(self.ranges, ends, strict=False))
-        return in_a_row and (self.checked is None or self.checked.end == ends[-1])
+        return sum(each.end - each.begin for each in self.ranges)
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,6 +228,7 @@ class Reader:
             view = value.as_strided(part.shape, part.strides, part.offset)
             target_of(request.tensor, part).copy_(view.to(request.region.dtype))
 
+    @torch.no_grad()
     def read_full(self, entry: Entry) -> torch.Tensor:
         """Return the full tensor of a file entry."""
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
@@ -250,11 +247,11 @@ class Reader:
             return
         entry, target = view.entry, view.target.view(-1)
         begin, end, itemsize = view.begin, view.begin + view.nbytes, entry.dtype.itemsize
-        ranges: Sequence[CheckedRange | None] = ()
+        spans: Iterable[list[CheckedRange]] = [[]] * -(-view.nbytes // sizes.BLOCK_BYTES)
         if self._checksums:
-            ranges = self._checksums.covering(entry.path, begin, end)
-        for checked in ranges or [None] * -(-view.nbytes // sizes.BLOCK_BYTES):
-            stop = min(end, checked.end if checked else begin + sizes.BLOCK_BYTES)
+            spans = _spans(self._checksums.covering(entry.path, begin, end), begin, end)
+        for checked in spans:
+            stop = min(end, checked[-1].end if checked else begin + sizes.BLOCK_BYTES)
             if (stop - view.begin) % itemsize:
                 raise DamageError(
                     f"cannot check {entry.name}: a checksum block ends at byte {stop} of {entry.path}, expected the "
@@ -262,7 +259,7 @@ class Reader:
                     "another checkpoint."
                 )
             part = target[(begin - view.begin) // itemsize : (stop - view.begin) // itemsize]
-            yield _Ranges(checked, [_Range(entry, begin, part, view.dtype)])
+            yield _Ranges(entry, checked, [_Range(entry, begin, stop, part, view.dtype)])
             begin = stop
 
     def _own_columns(self, view: _View) -> list[_Columns]:
@@ -289,6 +286,7 @@ class Reader:
         progress = self._progress or self._begin_progress(sum(read.nbytes for read in reads))
         with nullcontext() if self._progress else progress:
 
+            @torch.no_grad()
             def work() -> None:
                 while True:
                     try:
@@ -322,7 +320,6 @@ class Reader:
                 text = error.strerror or str(error)
                 raise CheckpointError(f"cannot read {path}: {text}. Check the folder.") from error
 
-    @torch.no_grad()
     def _execute(self, read: _Read) -> None:
         try:
             if isinstance(read, _Ranges):
@@ -341,15 +338,14 @@ class Reader:
 
     def _read_ranges(self, reads: _Ranges) -> None:
         """Read directly into the targets, or through the scratch buffer for casts, other devices or partial blocks."""
-        checked = reads.checked
+        begin, end = reads.begin, reads.end
         if reads.is_direct:
-            self._read_checked(reads, checked, [(read.begin, read.target) for read in reads.ranges])
+            self._read_checked(reads, reads.checked, begin, [memory_of(read.target) for read in reads.ranges])
             return
-        begin, end = (checked.begin, checked.end) if checked else (reads.begin, reads.ranges[-1].end)
         scratch = self._buffer(end - begin)
-        self._read_checked(reads, checked, [(begin, scratch)])
+        self._read_checked(reads, reads.checked, begin, [memory_of(scratch)])
         for read in reads.ranges:
-            part = scratch[read.begin - begin :][: read.nbytes]
+            part = scratch[read.begin - begin : read.end - begin]
             aligned = part.storage_offset() % read.entry.dtype.itemsize == 0
             values = (part if aligned else part.clone()).view(read.entry.dtype)
             read.target.copy_(values if read.dtype in (read.entry.dtype, read.target.dtype) else values.to(read.dtype))
@@ -360,15 +356,14 @@ class Reader:
         if block.run_bytes < sizes.SHORT_READ_BYTES:
             begin, end = read.checked.begin, read.checked.end
             memory = self._buffer(end - begin)
-            self._read_checked(read, read.checked, [(begin, memory)])
+            self._read_checked(read, [read.checked], begin, [memory_of(memory)])
             size = (len(read.target), block.run_bytes)
             own = memory.as_strided(size, (block.stride, 1), block.begin - begin).contiguous()
         else:
             own = self._buffer(read.nbytes).view(len(read.target), -1)
             self._read_runs(read.entry.path, block.begin, block.stride, own)
-            hasher = CheckedRange(block.begin, block.end, (replace(block, run_bytes=0, stride=0),)).hasher()
-            hasher.update(memory_of(own))
-            hasher.check(read.entry.path, read.entry.name)
+            runs = CheckedRange(0, own.numel(), (replace(block, run_bytes=0, stride=0),))
+            runs.check(memory_of(own), read.entry.path, read.entry.name)
         values = own.view(read.entry.dtype)
         read.target.copy_(values if read.dtype in (read.entry.dtype, read.target.dtype) else values.to(read.dtype))
 
@@ -377,10 +372,11 @@ class Reader:
         if self._checksums is None:
             return
         path, end = view.entry.path, view.begin + view.piece.span * view.entry.dtype.itemsize
-        for checked in self._checksums.covering(path, view.begin, end):
-            if (path, checked.begin) not in self._checked:
-                self._read_checked(view, checked, [(checked.begin, self._buffer(checked.end - checked.begin))])
-                self._checked.add((path, checked.begin))
+        ranges = self._checksums.covering(path, view.begin, end)
+        for together in adjacent_ranges(c for c in ranges if (path, c.begin) not in self._checked):
+            begin = together[0].begin
+            self._read_checked(view, together, begin, [memory_of(self._buffer(together[-1].end - begin))])
+            self._checked.update((path, checked.begin) for checked in together)
 
     def _read_view(self, read: _View, piece: Piece, target: torch.Tensor) -> None:
         """Read a view, whose strides must be descending, in parts that fit into the scratch buffer."""
@@ -396,42 +392,40 @@ class Reader:
             span = part.span
             scratch = self._buffer(span * read.entry.dtype.itemsize)
             begin = read.entry.offset + part.offset * read.entry.dtype.itemsize
-            self._read_bytes(read.entry.path, begin, memory_of(scratch), None)
+            self._read_bytes(read.entry.path, begin, [memory_of(scratch)], None)
             view = scratch.view(read.entry.dtype).as_strided(part.shape, part.strides)
             if read.dtype not in (read.entry.dtype, target.dtype):
                 view = view.to(read.dtype)
             target_of(target, part).copy_(view)
 
     def _read_checked(
-        self, read: _Read, checked: CheckedRange | None, targets: Iterable[tuple[int, torch.Tensor]]
+        self, read: _Read, checked: Sequence[CheckedRange], begin: int, parts: Sequence[memoryview]
     ) -> None:
-        """Fill each target with the file's bytes from its offset; if a checked range is given, verify its checksums."""
-        hasher = None if checked is None else checked.hasher()
-        for begin, target in targets:
-            self._read_bytes(read.entry.path, begin, memory_of(target), hasher)
+        """Fill parts of memory with a file's bytes from an offset on; verify the ranges, if any, that begin there."""
+        hasher = Hasher(checked) if checked else None
+        self._read_bytes(read.entry.path, begin, parts, hasher)
         if hasher is not None:
             names = [r.entry.name for r in read.ranges] if isinstance(read, _Ranges) else [read.entry.name]
             more = f" and {counted(len(names) - 1, 'other')}" if len(names) > 1 else ""
             hasher.check(read.entry.path, f"{names[0]}{more}")
 
-    def _read_bytes(self, path: Path, begin: int, memory: memoryview, hasher: Hasher | None) -> None:
+    def _read_bytes(self, path: Path, begin: int, parts: Sequence[memoryview], hasher: Hasher | None) -> None:
         """Read bytes of a file, and hash them while they are in the processor's cache."""
         file = self._files[path]
-        if hasher is None:
-            _read_into(file, begin, memory)
-        else:
-            for at in range(0, len(memory), sizes.CACHED_BYTES):
-                part = memory[at : at + sizes.CACHED_BYTES]
-                _read_into(file, begin + at, part)
-                hasher.update(part)
-        with self._counting:
-            self.bytes_read += len(memory)
+        for batch, nbytes in _batches(parts, sizes.CACHED_BYTES if hasher else sizes.BLOCK_BYTES):
+            _read_into(file, begin, batch)
+            begin += nbytes
+            if hasher is not None:
+                for part in batch:
+                    hasher.update(part)
+            with self._counting:
+                self.bytes_read += nbytes
 
     def _read_runs(self, path: Path, begin: int, stride: int, rows: torch.Tensor) -> None:
         """Fill rows of bytes, which are contiguous in memory, with runs of a file at equal distances."""
         file, memory, length = self._files[path], memory_of(rows), rows.shape[1]
         for number in range(len(rows)):
-            _read_into(file, begin + number * stride, memory[number * length : (number + 1) * length])
+            _read_into(file, begin + number * stride, [memory[number * length : (number + 1) * length]])
         with self._counting:
             self.bytes_read += len(memory)
 
@@ -445,24 +439,85 @@ class Reader:
         return buffer[:nbytes]
 
 
-def _read_into(file: SourceFile, begin: int, memory: memoryview) -> None:
-    file.read(lambda fd: read_into(fd, begin, memory))
+def _read_into(file: SourceFile, begin: int, parts: Sequence[memoryview]) -> None:
+    file.read(lambda fd: read_parts_into(fd, begin, parts))
+
+
+_MAX_PARTS = 256
+"""Maximum number of parts of memory that one system call fills; the kernel allows 1,024."""
+
+
+def _batches(parts: Iterable[memoryview], max_bytes: int) -> Iterator[tuple[list[memoryview], int]]:
+    """Group adjacent parts into batches of at most ``max_bytes``, and split longer ones; each with its size."""
+    batch: list[memoryview] = []
+    size = 0
+    for memory in parts:
+        for at in range(0, len(memory), max_bytes):
+            part = memory[at : at + max_bytes]
+            if batch and (size + len(part) > max_bytes or len(batch) == _MAX_PARTS):
+                yield batch, size
+                batch, size = [], 0
+            batch.append(part)
+            size += len(part)
+    if batch:
+        yield batch, size
+
+
+def _spans(ranges: Sequence[CheckedRange], begin: int, end: int) -> Iterator[list[CheckedRange]]:
+    """Group the checked ranges of bytes [begin, end), which may begin earlier and end later: these stand alone."""
+    first = 1 if ranges and ranges[0].begin < begin else 0
+    last = len(ranges) - 1 if len(ranges) > first and ranges[-1].end > end else len(ranges)
+    yield from ([each] for each in ranges[:first])
+    yield from adjacent_ranges(ranges[first:last])
+    yield from ([each] for each in ranges[last:])
 
 
 def _by_block(reads: Iterable[_Read]) -> list[_Read]:
-    """Merge the ranges of each checked range into one read, and sort the reads by path and offset."""
-    found: list[_Read] = []
-    of_block: dict[tuple[Path, int], _Ranges] = {}
+    """Merge the ranges of each checked range, and small adjacent reads, and sort all reads by path and offset."""
+    of_file: dict[Path, list[_Read]] = {}
+    of_blocks: dict[tuple[Path, int, int], list[_Ranges]] = {}
     for read in reads:
-        if isinstance(read, _Ranges) and read.checked is not None:
-            first = of_block.setdefault((read.entry.path, read.checked.begin), read)
-            if first is not read:
-                first.ranges.extend(read.ranges)
-                continue
-        found.append(read)
-    for together in of_block.values():
-        together.ranges.sort(key=lambda r: r.begin)
-    return sorted(found, key=lambda read: (read.entry.path, read.begin))
+        if isinstance(read, _Ranges) and read.checked:
+            of_blocks.setdefault((read.entry.path, read.begin, read.end), []).append(read)
+        else:
+            of_file.setdefault(read.entry.path, []).append(read)
+    for (path, _, _), same in of_blocks.items():
+        read = same[0]
+        if len(same) > 1:
+            ranges = sorted((each for one in same for each in one.ranges), key=lambda each: each.begin)
+            read = _Ranges(ranges[0].entry, read.checked, ranges)
+        of_file.setdefault(path, []).append(read)
+    return [read for path in sorted(of_file) for read in _merge_adjacent(of_file[path])]
+
+
+def _merge_adjacent(reads: Iterable[_Read]) -> Iterator[_Read]:
+    """Sort reads of a file; merge adjacent ranges that are both direct, or both not, up to `sizes.BLOCK_BYTES`."""
+    group: list[_Ranges] = []
+    for read in sorted(reads, key=lambda read: read.begin):
+        if isinstance(read, _Ranges) and read.checked and (not group or _may_join(group, read)):
+            group.append(read)
+            continue
+        if group:
+            yield _merged(group)
+            group = []
+        if isinstance(read, _Ranges) and read.checked:
+            group = [read]
+        else:
+            yield read
+    if group:
+        yield _merged(group)
+
+
+def _may_join(group: Sequence[_Ranges], read: _Ranges) -> bool:
+    fits = read.begin == group[-1].end and read.end - group[0].begin <= sizes.BLOCK_BYTES
+    return fits and read.is_direct == group[0].is_direct
+
+
+def _merged(group: Sequence[_Ranges]) -> _Ranges:
+    if len(group) == 1:
+        return group[0]
+    checked, ranges = ([each for one in group for each in getattr(one, part)] for part in ("checked", "ranges"))
+    return _Ranges(group[0].entry, checked, ranges)
 
 
 def _rows(view: _View) -> Iterator[_View]:

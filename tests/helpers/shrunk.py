@@ -4,6 +4,7 @@ from __future__ import annotations
 
 SHRUNK = {
     "BLOCK_BYTES": 2048,
+    "SMALL_BLOCK_BYTES": 100,
     "CACHED_BYTES": 512,
     "SMALL_WRITE_BYTES": 300,
     "SCRATCH_BYTES": 1024,
