@@ -35,6 +35,8 @@ FILE_COUNT = 32
 """The size limit of a checkpoint's files is the model's (or optimizer's) size divided by this, at most `FILE_BYTES`."""
 MIN_FILE_LIMIT_BYTES = 64 << 20
 """Lower bound of that limit: a model or optimizer up to this size is one file."""
+MIN_EXPORT_FILE_LIMIT_BYTES = 256 << 20
+"""The lower bound for an export, whose limit is otherwise the same. Its folder is copied and uploaded: fewer files."""
 COPY_BYTES = 64 << 20
 """Bytes of a tensor that are copied at a time from one folder to another."""
 CONVERSION_BYTES = 256 << 20
