@@ -148,6 +148,10 @@ def bare_write(model: torch.nn.Module, folder: Path) -> None:
 
 
 def our_export(model: torch.nn.Module, folder: Path) -> None:
+    save_model(model, output_dir=folder)
+
+
+def our_export_to_one_file(model: torch.nn.Module, folder: Path) -> None:
     save_model(model, output_dir=folder, max_shard_size="100GB")
 
 
@@ -174,6 +178,7 @@ def dcp_writer(model: torch.nn.Module, folder: Path) -> None:
 EXPORTERS = {
     "bare": bare_write,
     "ours": our_export,
+    "ours, one file": our_export_to_one_file,
     "gather + save_file": gather_and_save,
     "DCP consolidated writer": dcp_writer,
 }

@@ -40,6 +40,8 @@ MIN_FILE_LIMIT_BYTES = 64 << 20
 """Lower bound of that limit: a model or optimizer up to this size is one file."""
 FULL_GRADIENTS_BYTES = 1 << 30
 """Trainers keep unsharded gradients of up to this size between the micro-batches of a step, and reduce them once."""
+MIN_EXPORT_FILE_LIMIT_BYTES = 256 << 20
+"""The lower bound for an export, whose limit is otherwise the same. Its folder is copied and uploaded: fewer files."""
 COPY_BYTES = 64 << 20
 """Bytes of a tensor that are copied at a time from one folder to another."""
 CONVERSION_BYTES = 256 << 20

@@ -19,7 +19,7 @@ from helpers.folders import assert_same_tensors, small_tokenizer, tensors_in
 from helpers.models import CASES, FILED, HUGGING_FACE, Mlp, batch_of, build, on_device
 from helpers.reference import full, full_parameters, resident
 from helpers.versions import needs_new_conversions
-from helpers.worlds import names_and_worlds
+from helpers.worlds import names_and_worlds, some
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
@@ -42,6 +42,7 @@ from fsdp2_strategy import (
     load_weights,
     save_model,
     shard_model,
+    sizes,
 )
 from fsdp2_strategy.checkpoint import save_checkpoint
 from fsdp2_strategy.errors import ArgumentError, CheckpointError
@@ -133,6 +134,33 @@ def test_the_bytes_do_not_depend_on_the_number_of_ranks(tmp_path):
     for other in ("replicated", "unsharded"):
         assert names == sorted(p.name for p in (tmp_path / other).iterdir())
         assert all((tmp_path / other / n).read_bytes() == (tmp_path / "sharded" / n).read_bytes() for n in names)
+
+
+@pytest.mark.parametrize("world_size", some([2, 1, 3, 4], [2]))
+def test_an_export_is_as_many_files_by_default_as_let_ranks_write_at_once(world_size, tmp_path, run_on):
+    build("llama_tied").save_pretrained(tmp_path / "saved")
+    run_on(world_size, export_to_several_files, folder=tmp_path)
+
+
+def export_to_several_files(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder / "saved")
+    shard_model(model, config=StrategyConfig(bf16=False))
+    with patch.object(sizes, "MIN_EXPORT_FILE_LIMIT_BYTES", 20_000):
+        save_model(model, output_dir=folder / "out")
+    index = json.loads((folder / "out/model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in (folder / "out").glob("*.safetensors"))
+    assert files == sorted(set(index["weight_map"].values())) and len(files) >= dist.get_world_size()
+    stored = tensors_in(folder / "out")
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in stored.values())
+    assert_same_tensors(folder / "out", folder / "saved")
+    if dist.get_rank() == 0:
+        opened = AutoModelForCausalLM.from_pretrained(folder / "out")
+        saved = AutoModelForCausalLM.from_pretrained(folder / "saved")
+        assert all(torch.equal(a, b) for a, b in zip(opened.parameters(), saved.parameters(), strict=True))
+        assert opened.lm_head.weight is opened.model.embed_tokens.weight
+    dist.barrier()
+    save_model(model, output_dir=folder / "out")  # by default one file, as the model is small
+    assert [path.name for path in (folder / "out").glob("model*")] == ["model.safetensors"]
 
 
 # --- precision, names, what lies beside the weights -------------------------------------------------------------------

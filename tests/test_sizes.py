@@ -25,6 +25,7 @@ from fsdp2_strategy.checkpoint import directory, listing, paths
 from fsdp2_strategy.cli import main
 from fsdp2_strategy.distributed.mesh import auto_shard_size
 from fsdp2_strategy.errors import DamageError
+from fsdp2_strategy.hf.export import _default_file_bytes
 from fsdp2_strategy.model.state import model_state
 from fsdp2_strategy.sharding import shard
 from fsdp2_strategy.storage import component, dcp_save
@@ -205,6 +206,7 @@ def test_a_model_is_split_over_as_few_ranks_as_its_size_needs(parameters, is_tra
 )
 def test_a_checkpoint_is_split_into_as_many_files_as_let_ranks_write_at_once(total, expected):
     assert file_bytes({"x": Region.of("x", (total,), torch.uint8)}) == expected
+    assert _default_file_bytes({"x": Region.of("x", (total,), torch.uint8)}) == max(expected, 256 << 20)
 
 
 @pytest.mark.ranks(2)

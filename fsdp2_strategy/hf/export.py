@@ -37,7 +37,7 @@ from fsdp2_strategy.model.failed_loads import check_usable
 from fsdp2_strategy.model.fsdp_state import class_name, reshard
 from fsdp2_strategy.model.ranks import on_model_ranks
 from fsdp2_strategy.model.wrappers import unwrap_model
-from fsdp2_strategy.storage.output_files import File, check_shared_folder, create_files, files_for
+from fsdp2_strategy.storage.output_files import File, check_shared_folder, create_files, file_bytes, files_for
 from fsdp2_strategy.storage.regions import Region
 from fsdp2_strategy.storage.shares import (
     gathered_write_requests,
@@ -66,7 +66,7 @@ def save_model(
     output_dir: str | Path | None = None,
     *,
     dtype: torch.dtype | None = None,
-    max_shard_size: int | str = "5GB",
+    max_shard_size: int | str | None = None,
     merge_adapters: bool = True,
     **kwargs: Any,
 ) -> None:
@@ -85,7 +85,8 @@ def save_model(
         dtype: dtype of floating-point parameters in the files. By default that of the shards: for
             trained parameters fp32 (twice the space of bf16), unless ``use_mp_opt`` is true.
         max_shard_size: maximum size of a transformers model's files: bytes, or a number with a decimal ("5GB") or
-            binary ("5GiB") unit.
+            binary ("5GiB") unit. By default a 32nd of the weights, but at least 256 MiB and at most 5 GB: the ranks
+            write several files at the same time, while they would wait for each other to write one.
         merge_adapters: write a peft model as its base model, with adapters merged in the dtype of the base weights. If
             false, write only its adapters, as a folder that ``PeftModel.from_pretrained`` loads.
         **kwargs: arguments of ``save_pretrained``: push_to_hub with repo_id, commit_message, private, token, revision
@@ -111,7 +112,7 @@ def save_with_further_files(
     output_dir: str | Path | None,
     further: WriteFiles | None,
     *,
-    max_shard_size: int | str = "5GB",
+    max_shard_size: int | str | None = None,
     merge_adapters: bool = True,
     **kwargs: Any,
 ) -> None:
@@ -133,7 +134,7 @@ def save_all_weights(
     merge: Callable[[nn.Module], Merged],
     /,  # so that an unknown argument of one of these names is refused as unknown
     *,
-    max_shard_size: int | str,
+    max_shard_size: int | str | None,
     dtype: torch.dtype | None = None,
     further: WriteFiles | None = None,
     **kwargs: Any,
@@ -147,7 +148,7 @@ def save_all_weights(
         skeleton = meta_skeleton(merged.model)
         tensors = tensors_to_write(merged.model, skeleton)
         regions = _regions_that_load(skeleton, tensors, dtype, hub_names=kwargs.get("save_original_format", True))
-        max_bytes = _in_bytes(max_shard_size)
+        max_bytes = _default_file_bytes(regions) if max_shard_size is None else _in_bytes(max_shard_size)
         if not is_transformers_model(skeleton):
             max_bytes = sys.maxsize
         files = files_for(staged.path, f"model{suffix}", regions, max_bytes)
@@ -195,7 +196,7 @@ def save_in_one_process(
     skeleton = meta_skeleton(merged.model)
     tensors = tensors_to_write(merged.model, skeleton)
     regions = _regions_that_load(skeleton, tensors, dtype, hub_names=True)
-    files = files_for(staged.path, "model", regions, sizes.FILE_BYTES)
+    files = files_for(staged.path, "model", regions, _default_file_bytes(regions))
     entries = {name: entry for file in files for name, entry in file.entries.items()}
     direct = {name: region for name, region in regions.items() if not needs_gather(region, tensors)}
     merged.gather()
@@ -348,6 +349,10 @@ def _begin(
             )
     reshard(root)
     return root, staged
+
+
+def _default_file_bytes(regions: Mapping[str, Region]) -> int:
+    return file_bytes(regions, sizes.MIN_EXPORT_FILE_LIMIT_BYTES)
 
 
 def _in_bytes(size: int | str) -> int:

@@ -72,10 +72,14 @@ def files_for(
     return files
 
 
-def file_bytes(regions: Mapping[str, Region]) -> int:
-    """Return the size limit of a checkpoint's files: small enough that ranks and threads write several in parallel."""
+def file_bytes(regions: Mapping[str, Region], least_bytes: int | None = None) -> int:
+    """Return a size limit of files that is small enough for ranks and threads to write several in parallel.
+
+    ``least_bytes`` is its lower bound, by default that of a checkpoint's files.
+    """
     total = sum(region.numel() * region.dtype.itemsize for region in regions.values())
-    return min(sizes.FILE_BYTES, max(sizes.MIN_FILE_LIMIT_BYTES, -(-total // sizes.FILE_COUNT)))
+    least_bytes = sizes.MIN_FILE_LIMIT_BYTES if least_bytes is None else least_bytes
+    return min(sizes.FILE_BYTES, max(least_bytes, -(-total // sizes.FILE_COUNT)))
 
 
 def index_of(files: Sequence[File]) -> dict[str, Any]:
