@@ -412,16 +412,18 @@ def peaks_of_head(smoke: bool) -> dict[str, tuple[int | None, int]]:
 
 
 def predicted_peaks(count: int, width: int, vocabulary: int, chunk_bytes: int) -> dict[str, int]:
-    """Return the documented peaks of `linear_log_probs` in bf16: 2.5 chunks forward, 4 chunks backward.
+    """Return the documented peaks of `linear_log_probs` in bf16: two chunks.
 
-    Forward also has two numbers per token, twice. Backward also has the gradients of the hidden states and of the
-    weight, the latter in fp32 and as the product of one chunk or the result in bf16.
+    Both also have a few numbers per token. Backward also has the gradients of the hidden states and of the weight, the
+    latter in fp32, and, when it has the gradient of a chunk's logits only in bf16, its product with the hidden states.
     """
     rows = max(1, chunk_bytes // (4 * vocabulary))
     chunk = 4 * vocabulary * min(rows, count)
     return {
-        "forward": int(2.5 * chunk) + 4 * 4 * count,
-        "backward": 4 * chunk + 2 * count * width + 6 * vocabulary * width,
+        "forward": 2 * chunk + 4 * 4 * count,
+        "backward": max(2 * chunk, chunk // 2 + 2 * vocabulary * width)
+        + (2 * count + 4 * vocabulary) * width
+        + 2 * 4 * count,
     }
 
 

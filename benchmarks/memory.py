@@ -3,7 +3,9 @@
     python benchmarks/memory.py [--ranks 2] [--rounds 7] [--parameters 200] [--out DIR] [--smoke]
 
 The AdamW state of a model with the given millions of parameters is offloaded and reloaded, in turns with copies of the
-same bytes into new memory (pinned if there is an accelerator); all values are compared each time. After that, one
+same bytes into new memory (pinned if there is an accelerator), which keep or free their sources; all values are
+compared each time. Without an accelerator, ours copies nothing, so a second contestant copies as it does with one: into
+memory that is as new as that of the others. After that, one
 optimizer step of 8 micro-batches in each mode of accumulation, with all ranks as one shard group and, with at least 4
 ranks, in groups of two (HSDP): seconds, bytes that a rank passes to collectives, peak memory; the modes' gradient norms
 must agree. Writes memory.json, prints tables. `--smoke` runs everything in seconds, with tiny models on 4 ranks.
@@ -12,6 +14,7 @@ must agree. Writes memory.json, prints tables. `--smoke` runs everything in seco
 import statistics
 from collections import Counter
 from collections.abc import Callable
+from unittest.mock import patch
 
 import harness
 import torch
@@ -21,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
-from fsdp2_strategy.model import offload, reload
+from fsdp2_strategy.model import offload, offloading, reload
 from fsdp2_strategy.model.offloading import is_offloaded
 
 OPERATIONS = {"away": "offload", "back": "reload"}
@@ -65,9 +68,22 @@ class BareCopies:
         harness.synchronize()
 
     def reload(self) -> None:
-        for copy, source in zip(self.copies, self.sources, strict=True):
-            self.returned.append(torch.empty_like(source).copy_(copy, non_blocking=True))
+        for copy in self.copies:
+            new = torch.empty(copy.shape, device=harness.device())
+            self.returned.append(new.copy_(copy, non_blocking=True))
         harness.synchronize()
+
+
+class BareMoves(BareCopies):
+    """The same, and free the memory that the tensors were in."""
+
+    def offload(self) -> None:
+        super().offload()
+        self.sources = []
+
+    def reload(self) -> None:
+        super().reload()
+        self.sources, self.copies = self.returned, []
 
 
 def named(tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -88,31 +104,46 @@ def offloads(rounds: int, millions: float) -> dict:
 
     harness.fill(state())
     bare = BareCopies(state())
+    moves = BareMoves(state())
     expected = harness.digests_of(named(state())), harness.digests_of(named(bare.sources))
 
-    def move(call: Callable[[object], None]) -> None:
-        call(optimizer)
+    def move(call: Callable[[object], None], *, copies: bool) -> None:
+        with patch.object(offloading, "_needs_copies", lambda: copies):
+            call(optimizer)
         harness.synchronize()
 
     def check_offloaded() -> None:
         if not is_offloaded(optimizer):
             raise harness.ValuesError("the optimizer's state is not offloaded")
 
+    def of_bare(copies: BareCopies) -> tuple:
+        return (
+            (copies.offload, lambda: harness.check_values(harness.digests_of(named(copies.copies)), expected[1])),
+            (copies.reload, lambda: harness.check_values(harness.digests_of(named(copies.returned)), expected[1])),
+        )
+
+    def of_ours(*, copies: bool) -> tuple:
+        return (
+            (lambda: move(offload, copies=copies), check_offloaded),
+            (
+                lambda: move(reload, copies=copies),
+                lambda: harness.check_values(harness.digests_of(named(state())), expected[0]),
+            ),
+        )
+
+    has_accelerator = torch.accelerator.is_available()
     contestants = {
-        "bare copy": (
-            (bare.offload, lambda: harness.check_values(harness.digests_of(named(bare.copies)), expected[1])),
-            (bare.reload, lambda: harness.check_values(harness.digests_of(named(bare.returned)), expected[1])),
-        ),
-        "ours": (
-            (lambda: move(offload), check_offloaded),
-            (lambda: move(reload), lambda: harness.check_values(harness.digests_of(named(state())), expected[0])),
-        ),
+        "bare copy": of_bare(bare),
+        "bare copy, sources freed": of_bare(moves),
+        "ours": of_ours(copies=has_accelerator),
+        **({} if has_accelerator else {"ours, copying as with an accelerator": of_ours(copies=True)}),
     }
     results: dict = {key: {} for key in OPERATIONS}
     for name in harness.turn_order(list(contestants), rounds + 1):
         for kind, (call, check) in zip(results, contestants[name], strict=True):
             results[kind].setdefault(name, []).append(harness.attempt(lambda c=call: harness.turn(c), check))
         bare.copies, bare.returned = [], []
+        moves.copies, moves.returned = [], []
     warm = {kind: {name: turns[1:] for name, turns in by_name.items()} for kind, by_name in results.items()}
     return {"bytes_of_a_rank": sum(t.nbytes for t in bare.sources), "results": warm}
 

@@ -7,8 +7,12 @@ entropies of the distributions.
 per token is needed. So the head's forward is replaced for one pass. The new forward computes the logits of one chunk of
 rows (tokens) at a time, and keeps only their log-probabilities; backward computes the logits again. The head remains a
 module with FSDP2's hooks, in its own unit or in the root unit. These hooks run when the module is called and when its
-output gets a gradient, so the head's parameters are gathered for forward and again for backward. Ranks that share the
-head each compute the logits of their part of the vocabulary, and gather those of one chunk at a time.
+output gets a gradient, so the head's parameters are gathered for forward and again for backward.
+
+On a CPU, the passes over a chunk of full rows would take about as long as the matrix product that computes it, because
+they read it from memory, and each allocation gets new pages from the system. So a chunk has fewer tokens of the
+vocabulary and more rows, and stays in the processor's cache. The maxima and the sums of exponentials of these parts are
+combined. Ranks that share the head compute the logits of their own part, and combine their sums in the same way.
 
 [Note: after the head] Some models apply a function to the logits of their head: a scale or a soft cap. An additional
 forward pass measures this function: the head returns known numbers, and the function follows from the logits that the
@@ -18,7 +22,7 @@ model returns for them. The function is not read from the configuration; docs/de
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -81,7 +85,8 @@ def token_log_probs(
         temperature: the logits are divided by this number.
         entropy: also return the entropies, in nats.
         chunk_bytes: maximum size of the fp32 logits of one chunk, by default 256 MiB; a chunk has at least one row.
-            Forward needs about two and a half times this memory, backward about four times.
+            Forward and backward need about twice this memory, three times if the model scales or caps its logits. On a
+            CPU, larger chunks are divided into parts of 2 MiB, which stay in the processor's cache.
         **inputs: other arguments of the model's forward (``position_ids``, ``pixel_values``).
 
     Returns:
@@ -231,10 +236,13 @@ def linear_log_probs(
     device = hidden.device.type
     chunk_bytes = sizes.LOGITS_BYTES if chunk_bytes is None else chunk_bytes
     vocabulary = _Vocabulary.of(weight, group)
+    _check_range(targets, vocabulary)
+    rows, columns = _chunk_shape(targets.numel(), vocabulary.size, _at_least_fp32(hidden).itemsize, chunk_bytes, device)
     settings = _Settings(
         temperature=temperature,
         vocabulary=vocabulary,
-        rows=max(1, chunk_bytes // (sum(vocabulary.sizes) * _at_least_fp32(hidden).itemsize)),
+        rows=rows,
+        columns=columns,
         shape=shape or LogitShape(),
         entropy=entropy,
         autocast=(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)),
@@ -288,40 +296,64 @@ class LogitShape:
         return shaped.div_(self.cap).square_().neg_().add_(1.0).mul_(self.scale)
 
 
+def _check_range(targets: torch.Tensor, vocabulary: _Vocabulary) -> None:
+    """Raise LogProbError if a target on the CPU is not in the vocabulary; on an accelerator, the host would wait."""
+    if targets.device.type == "cpu" and targets.numel():
+        for target in (int(targets.min()), int(targets.max())):
+            if not 0 <= target < vocabulary.total:
+                raise LogProbError(
+                    f"cannot compute log-probabilities: a target is {target}, expected 0 to {vocabulary.total - 1}. "
+                    "Replace the targets that are not scored by any token, and mask their results."
+                )
+
+
 @dataclass(frozen=True)
 class _Vocabulary:
-    """The parts of the vocabulary that the ranks of a group hold."""
+    """The part of the vocabulary that this rank holds."""
 
     group: dist.ProcessGroup | None
-    """The ranks; None if this rank holds the full vocabulary."""
-    sizes: tuple[int, ...]
-    """Number of tokens in each rank's part."""
-    own: slice
-    """The tokens of this rank's part."""
+    """The ranks that hold successive parts; None if this rank holds the full vocabulary."""
+    first: int
+    """The first token of this rank's part."""
+    size: int
+    """Number of tokens in this rank's part."""
+    total: int
+    """Number of tokens in the vocabulary."""
 
     @classmethod
     def of(cls, weight: torch.Tensor, group: dist.ProcessGroup | None) -> _Vocabulary:
-        """Return the parts for the weight of a head; collective over the group."""
+        """Return the part for the weight of a head; collective over the group."""
         size = weight.shape[0]
         if group is None:
-            return cls(None, (size,), slice(0, size))
+            return cls(None, 0, size, size)
         counts = weight.new_zeros(dist.get_world_size(group), dtype=torch.int64)
         counts[dist.get_rank(group)] = size
         dist.all_reduce(counts, group=group)
-        sizes = tuple(counts.tolist())
-        begin = sum(sizes[: dist.get_rank(group)])
-        return cls(group, sizes, slice(begin, begin + size))
+        sizes = counts.tolist()
+        return cls(group, sum(sizes[: dist.get_rank(group)]), size, sum(sizes))
 
-    def gather(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits of all tokens [rows, vocabulary] for those of this rank's part; collective."""
+    def combine(self, sums: _Sums) -> _Sums:
+        """Return the sums over the full vocabulary for those over this rank's part; collective over the group."""
         if self.group is None:
-            return logits
-        longest = max(self.sizes)  # all parts but the last have equal sizes
-        padded = pad(logits, (0, longest - logits.shape[-1])).contiguous()
-        parts = padded.new_empty((len(self.sizes) * len(padded), longest))
-        all_gather_single(parts, padded, group=self.group)
-        of_ranks = zip(parts.view(len(self.sizes), len(padded), longest), self.sizes, strict=True)
-        return torch.cat([part[:, :size] for part, size in of_ranks], dim=-1)
+            return sums
+        packed = sums.pack()
+        parts = packed.new_empty((dist.get_world_size(self.group) * len(packed), *packed.shape[1:]))
+        all_gather_single(parts, packed, group=self.group)
+        return _Sums.combine([_Sums(*part) for part in parts.view(-1, *packed.shape)])
+
+
+def _chunk_shape(count: int, vocabulary: int, itemsize: int, chunk_bytes: int, device: str) -> tuple[int, int]:
+    """Return how many rows and how many tokens of the vocabulary a chunk has: [Note: chunks].
+
+    On an accelerator it has all tokens, so that one kernel normalises it. In the processor's cache it has twice as many
+    rows as tokens: then the products that compute it and its gradients read the operands as rarely as possible.
+    """
+    if device != "cpu" or min(chunk_bytes, count * vocabulary * itemsize) <= sizes.CACHED_LOGITS_BYTES:
+        return max(1, chunk_bytes // max(1, vocabulary * itemsize)), vocabulary
+    elements = max(1, sizes.CACHED_LOGITS_BYTES // itemsize)
+    rows = min(count, math.isqrt(2 * elements))
+    columns = min(vocabulary, max(1, elements // rows))
+    return max(1, elements // columns), columns
 
 
 @dataclass(frozen=True)
@@ -332,21 +364,109 @@ class _Settings:
     vocabulary: _Vocabulary
     rows: int
     """Number of rows in a chunk."""
+    columns: int
+    """Number of tokens of the vocabulary in a chunk."""
     shape: LogitShape
     entropy: bool
     autocast: tuple[str, torch.dtype, bool]
     """Arguments of `torch.autocast` in forward; backward passes the same ones, so that it computes equal logits."""
 
-    def log_probs(
-        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logits that the model returns for some rows, and the log-softmax of logits / temperature."""
+    @property
+    def has_full_rows(self) -> bool:
+        """Whether a chunk has the logits of all tokens."""
+        return self.vocabulary.group is None and self.columns == self.vocabulary.size
+
+    def row_chunks(self, count: int) -> Iterator[slice]:
+        """Return the rows of each chunk."""
+        return (slice(first, first + self.rows) for first in range(0, count, self.rows))
+
+    def token_chunks(self) -> Iterator[slice]:
+        """Return the tokens of each chunk, counted from the first one of this rank."""
+        size = self.vocabulary.size
+        return (slice(first, min(first + self.columns, size)) for first in range(0, size, max(1, self.columns)))
+
+    def logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> _Logits:
+        """Return the logits of some rows and some tokens, in fp32 or float64 and divided by the temperature."""
         with torch.autocast(*self.autocast):
-            shaped = self.shape.apply(self.vocabulary.gather(linear(hidden, weight, bias)))
-        logits = shaped.to(_at_least_fp32(hidden))
+            shaped = self.shape.apply(linear(hidden, weight, bias))
+        values = shaped.to(_at_least_fp32(hidden), copy=self.shape != LogitShape())
         if self.temperature != 1.0:
-            logits = logits / self.temperature
-        return shaped, logits.log_softmax(dim=-1)
+            values /= self.temperature
+        return _Logits(values, shaped.dtype, None if self.shape == LogitShape() else shaped)
+
+
+@dataclass
+class _Logits:
+    """The logits of a chunk; nothing else holds the tensors, so they may be overwritten."""
+
+    values: torch.Tensor
+    """[rows, tokens]: divided by the temperature."""
+    dtype: torch.dtype
+    """The dtype that the head computes in."""
+    shaped: torch.Tensor | None
+    """[rows, tokens]: as the model returns them; None if it returns those of its head."""
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Sums over some tokens of the vocabulary, from which the log-softmax follows; each [rows]."""
+
+    largest: torch.Tensor
+    """The largest logit."""
+    exponentials: torch.Tensor
+    """The sum of e^(logit - largest)."""
+    weighted: torch.Tensor
+    """The sum of (logit - largest) e^(logit - largest); 0 if no entropies are computed."""
+    target: torch.Tensor
+    """The logit of the target, or -inf if it is not among the tokens."""
+
+    @classmethod
+    def over(cls, logits: torch.Tensor, targets: torch.Tensor, *, entropy: bool) -> _Sums:
+        """Compute the sums over a chunk of logits, and overwrite it; targets are counted from its first token."""
+        at, is_inside = _positions(targets, logits.shape[1])
+        target = logits.gather(-1, at).squeeze(-1).masked_fill_(~is_inside, -math.inf)
+        largest = logits.amax(dim=-1).clamp_(min=torch.finfo(logits.dtype).min)
+        _subtract(logits, largest[:, None])
+        exponentials = logits.exp() if entropy else logits.exp_()
+        sums = exponentials.sum(dim=-1)
+        weighted = exponentials.mul_(logits).sum(dim=-1) if entropy else torch.zeros_like(sums)
+        return cls(largest, sums, weighted, target)
+
+    @classmethod
+    def over_none(cls, like: torch.Tensor) -> _Sums:
+        """Return the sums over no token, each like ``like``."""
+        zeros, lowest = torch.zeros_like(like), torch.full_like(like, torch.finfo(like.dtype).min)
+        return cls(lowest, zeros, zeros, torch.full_like(like, -math.inf))
+
+    @classmethod
+    def combine(cls, parts: Sequence[_Sums]) -> _Sums:
+        """Return the sums over all tokens for those over successive parts of them."""
+        largest, exponentials, weighted, target = torch.stack([part.pack() for part in parts]).unbind(dim=1)
+        total = largest.amax(dim=0)
+        below = _subtract(largest, total)
+        scale = below.exp()
+        weighted = scale * weighted + below * scale * exponentials
+        return cls(total, (scale * exponentials).sum(dim=0), weighted.sum(dim=0), target.amax(dim=0))
+
+    def pack(self) -> torch.Tensor:
+        """Return all sums as one tensor [4, rows]."""
+        return torch.stack([self.largest, self.exponentials, self.weighted, self.target])
+
+
+def _positions(targets: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return where the targets are in a chunk [rows, 1], and whether they are in it [rows]."""
+    return targets.clamp(0, width - 1)[:, None], (targets >= 0) & (targets < width)
+
+
+def _subtract(logits: torch.Tensor, *amounts: torch.Tensor) -> torch.Tensor:
+    """Subtract numbers from logits in place, but keep their exponentials normal numbers; return the logits.
+
+    Computing with subnormal ones takes up to a hundred times as long on a CPU. Those that are raised are smaller than
+    the rounding of the sum by many orders of magnitude.
+    """
+    for amount in amounts:
+        logits -= amount
+    return logits.clamp_(min=math.log(torch.finfo(logits.dtype).tiny) / 2)
 
 
 class _LinearLogProbs(torch.autograd.Function):
@@ -365,66 +485,149 @@ class _LinearLogProbs(torch.autograd.Function):
         targets: torch.Tensor,
         settings: _Settings,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        found, entropies = hidden.new_zeros((2, len(targets)), dtype=_at_least_fp32(hidden)).unbind()
-        for rows in _chunks(targets, settings):
-            log_probs = settings.log_probs(hidden[rows], weight, bias)[1]
-            found[rows] = log_probs.gather(-1, targets[rows, None]).squeeze(-1)
-            if settings.entropy:
-                entropies[rows] = -log_probs.mul_(log_probs.exp()).sum(dim=-1)
-            del log_probs  # before the logits of the next chunk are allocated
-        ctx.save_for_backward(hidden, weight, bias, targets, entropies)
+        compute = _of_full_rows if settings.has_full_rows else _of_parts
+        found, entropies, *normalizers = compute(hidden, weight, bias, targets, settings)
+        ctx.save_for_backward(hidden, weight, bias, targets, entropies, *normalizers)
         ctx.settings = settings
-        return found.clone(), entropies.clone()
+        return found, entropies.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_log_probs: torch.Tensor, grad_entropies: torch.Tensor) -> Any:
-        hidden, weight, bias, targets, entropies = ctx.saved_tensors
+        hidden, weight, bias, targets, entropies, *normalizers = ctx.saved_tensors
         settings: _Settings = ctx.settings
-        grad_hidden, grad_weight, grad_bias = (
-            torch.zeros_like(tensor, dtype=hidden.dtype if tensor is hidden else entropies.dtype) if wanted else None
-            for tensor, wanted in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
+        gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad[:3], settings)
+        for rows in settings.row_chunks(len(targets)):
+            for tokens in settings.token_chunks():
+                logits = settings.logits(hidden[rows], weight[tokens], None if bias is None else bias[tokens])
+                if settings.has_full_rows:
+                    logits.values = logits.values.log_softmax(dim=-1)
+                else:
+                    _subtract(logits.values, *(each[rows, None] for each in normalizers))
+                at = targets[rows] - settings.vocabulary.first - tokens.start
+                of_entropies = (entropies[rows], grad_entropies[rows]) if settings.entropy else None
+                grad_raw = _gradient_of_logits(logits, at, grad_log_probs[rows], of_entropies, settings)
+                del logits
+                gradients.add(rows, tokens, grad_raw)
+                del grad_raw  # before the logits of the next chunk are allocated
+        return *gradients.results(), None, None
+
+
+def _of_full_rows(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, settings: _Settings
+) -> list[torch.Tensor]:
+    """Return log-probabilities and entropies, from chunks that have all tokens of the vocabulary."""
+    found, entropies = (hidden.new_zeros(len(targets), dtype=_at_least_fp32(hidden)) for _ in range(2))
+    for rows in settings.row_chunks(len(targets)):
+        log_probs = settings.logits(hidden[rows], weight, bias).values.log_softmax(dim=-1)
+        found[rows] = log_probs.gather(-1, targets[rows, None]).squeeze(-1)
+        if settings.entropy:
+            entropies[rows] = -log_probs.mul_(log_probs.exp()).sum(dim=-1)
+        del log_probs  # before the logits of the next chunk are allocated
+    return [found, entropies]
+
+
+def _of_parts(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, settings: _Settings
+) -> list[torch.Tensor]:
+    """Return log-probabilities and entropies, and the two numbers per row that normalise the logits in backward."""
+    sums = _Sums.over_none(hidden.new_empty(len(targets), dtype=_at_least_fp32(hidden))).pack()
+    for rows in settings.row_chunks(len(targets)):
+        parts = [_Sums(*sums[:, rows])]
+        for tokens in settings.token_chunks():
+            logits = settings.logits(hidden[rows], weight[tokens], None if bias is None else bias[tokens]).values
+            at = targets[rows] - settings.vocabulary.first - tokens.start
+            parts.append(_Sums.over(logits, at, entropy=settings.entropy))
+            del logits
+        sums[:, rows] = _Sums.combine(parts).pack()
+    total = settings.vocabulary.combine(_Sums(*sums))
+    log_sums = total.exponentials.log()
+    entropies = log_sums - total.weighted / total.exponentials if settings.entropy else torch.zeros_like(log_sums)
+    return [total.target - total.largest - log_sums, entropies, total.largest, log_sums]
+
+
+def _gradient_of_logits(
+    logits: _Logits,
+    targets: torch.Tensor,
+    grad_log_probs: torch.Tensor,
+    of_entropies: tuple[torch.Tensor, torch.Tensor] | None,
+    settings: _Settings,
+) -> torch.Tensor:
+    """Return the gradient of the logits of the head in a chunk, given log-probabilities, which are overwritten."""
+    log_probs, logits.values = logits.values, torch.empty(0)
+    if of_entropies is None:
+        gradient = log_probs.exp_()
+        gradient *= -grad_log_probs[:, None]
+    else:
+        entropies, grad_entropies = of_entropies
+        gradient = log_probs.exp()
+        log_probs += entropies[:, None]
+        log_probs *= -grad_entropies[:, None]
+        log_probs -= grad_log_probs[:, None]
+        gradient *= log_probs
+    del log_probs
+    at, is_inside = _positions(targets, gradient.shape[1])
+    gradient.scatter_add_(-1, at, (grad_log_probs * is_inside)[:, None])
+    if logits.shaped is not None:
+        gradient *= settings.shape.derivative(logits.shaped.to(gradient.dtype))
+    if settings.temperature != 1.0:
+        gradient /= settings.temperature
+    return gradient.to(logits.dtype)
+
+
+class _Gradients:
+    """The gradients of the hidden states, the weight and the bias, summed over chunks."""
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        wanted: Sequence[bool],
+        settings: _Settings,
+    ) -> None:
+        self._inputs, self._settings = (hidden, weight, bias), settings
+        dtype = _at_least_fp32(hidden)
+        dtypes = (hidden.dtype if settings.has_full_rows else dtype, dtype, dtype)
+        new = torch.empty_like if len(hidden) and len(weight) else torch.zeros_like  # each element is in a chunk
+        self._sums = [
+            None if each is None or not is_wanted else new(each, dtype=its_dtype)
+            for each, its_dtype, is_wanted in zip(self._inputs, dtypes, wanted, strict=True)
+        ]
+
+    def add(self, rows: slice, tokens: slice, gradient: torch.Tensor) -> None:
+        """Add what follows from the gradient of the logits of a chunk."""
+        hidden, weight, _ = self._inputs
+        of_hidden, of_weight, of_bias = self._sums
+        if of_hidden is not None:
+            _add_product(of_hidden[rows], gradient, weight[tokens].to(gradient.dtype), is_first=not tokens.start)
+        if of_weight is not None:
+            _add_product(of_weight[tokens], gradient.T, hidden[rows].to(gradient.dtype), is_first=not rows.start)
+        if of_bias is not None:
+            total = gradient.sum(dim=0, dtype=of_bias.dtype)
+            of_bias[tokens] = total if not rows.start else of_bias[tokens] + total
+
+    def results(self) -> tuple[torch.Tensor | None, ...]:
+        """Return the sums in the dtypes of the inputs; collective over the ranks that share the head."""
+        of_hidden, group = self._sums[0], self._settings.vocabulary.group
+        if of_hidden is not None and group is not None:
+            dist.all_reduce(of_hidden, group=group)
+        return tuple(
+            None if total is None or each is None else total.to(each.dtype)
+            for total, each in zip(self._sums, self._inputs, strict=True)
         )
-        for rows in _chunks(targets, settings):
-            shaped, log_probs = settings.log_probs(hidden[rows], weight, bias)
-            grad_logits = log_probs.exp()
-            if settings.entropy:
-                log_probs += entropies[rows, None]
-                log_probs *= grad_entropies[rows, None]
-                log_probs += grad_log_probs[rows, None]
-                grad_logits *= log_probs
-            else:
-                grad_logits *= grad_log_probs[rows, None]
-            grad_logits.neg_().scatter_add_(-1, targets[rows, None], grad_log_probs[rows, None])
-            if settings.shape != LogitShape():
-                grad_logits *= settings.shape.derivative(log_probs.copy_(shaped))
-            if settings.temperature != 1.0:
-                grad_logits /= settings.temperature
-            grad_raw = grad_logits[:, settings.vocabulary.own].to(shaped.dtype)
-            del shaped, log_probs, grad_logits
-            if grad_hidden is not None:
-                grad_hidden[rows] = grad_raw @ weight.to(grad_raw.dtype)
-            if grad_weight is not None:
-                _add_product(grad_weight, grad_raw.T, hidden[rows].to(grad_raw.dtype))
-            if grad_bias is not None:
-                grad_bias += grad_raw.sum(dim=0, dtype=grad_bias.dtype)
-        if grad_hidden is not None and settings.vocabulary.group is not None:
-            dist.all_reduce(grad_hidden, group=settings.vocabulary.group)
-        grad_weight, grad_bias = (None if grad is None else grad.to(weight.dtype) for grad in (grad_weight, grad_bias))
-        return grad_hidden, grad_weight, grad_bias, None, None
 
 
 def _at_least_fp32(tensor: torch.Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _chunks(targets: torch.Tensor, settings: _Settings) -> Iterator[slice]:
-    return (slice(first, first + settings.rows) for first in range(0, len(targets), settings.rows))
-
-
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, is_first: bool) -> None:
+    """Add a matrix product to ``total``, which has no values yet if the product is the first."""
     if a.dtype == total.dtype:
-        total.addmm_(a, b)
+        total.addmm_(a, b, beta=0 if is_first else 1)
+    elif is_first:
+        total.copy_(a @ b)
     else:
         total += a @ b
 

@@ -80,6 +80,8 @@ MERGED_EXPERTS = 8
 
 LOGITS_BYTES = 256 << 20
 """Default maximum size of the fp32 logits in memory at a time."""
+CACHED_LOGITS_BYTES = 2 << 20
+"""The same maximum on a CPU, if the logits are more: few enough for the cache of one core."""
 FINGERPRINT_ELEMENTS = 1 << 16
 """Elements of one block of a fingerprint."""
 FINGERPRINT_BLOCKS = 8

@@ -14,7 +14,7 @@ from helpers.worlds import worlds
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, build_mesh, shard_model, token_log_probs
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, build_mesh, shard_model, sizes, token_log_probs
 from fsdp2_strategy.errors import LogProbError
 from fsdp2_strategy.logprob import LogitShape, linear_log_probs
 
@@ -40,6 +40,20 @@ def loss_of(log_probs, entropy):
 @pytest.mark.parametrize("shape", [LogitShape(), LogitShape(scale=0.25), LogitShape(cap=3.0), LogitShape(0.5, 2.0)])
 @pytest.mark.parametrize("rows", [1, 4, 100])
 def test_a_linear_heads_log_probs_are_the_plain_ones_in_value_and_gradient(bias, shape, rows):
+    assert_equals_plain(bias, shape, rows * ROW)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [LogitShape(), LogitShape(scale=0.25), LogitShape(0.5, 2.0)])
+@pytest.mark.parametrize("cached_bytes", [8, 400, 2400])
+def test_log_probs_of_parts_of_the_vocabulary_are_the_plain_ones_in_value_and_gradient(
+    bias, shape, cached_bytes, monkeypatch
+):
+    monkeypatch.setattr(sizes, "CACHED_LOGITS_BYTES", cached_bytes)
+    assert_equals_plain(bias, shape, None)
+
+
+def assert_equals_plain(bias, shape, chunk_bytes):
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 8, generator=generator, dtype=torch.float64) for n in (15, VOCAB))
     offset = torch.randn(VOCAB, generator=generator, dtype=torch.float64) if bias else None
@@ -50,7 +64,7 @@ def test_a_linear_heads_log_probs_are_the_plain_ones_in_value_and_gradient(bias,
         h, w, *b = leaves
         if chunked:
             both = linear_log_probs(
-                h.view(3, 5, 8), w, targets, *b, temperature=0.7, entropy=True, chunk_bytes=rows * ROW, shape=shape
+                h.view(3, 5, 8), w, targets, *b, temperature=0.7, entropy=True, chunk_bytes=chunk_bytes, shape=shape
             )
         else:
             logits = shape.apply(nn.functional.linear(h.view(3, 5, 8), w, *b)) / 0.7
@@ -60,7 +74,7 @@ def test_a_linear_heads_log_probs_are_the_plain_ones_in_value_and_gradient(bias,
         results.append([*both, *(leaf.grad for leaf in leaves)])
     for ours, reference in zip(*results, strict=True):
         torch.testing.assert_close(ours, reference, rtol=1e-10, atol=1e-12)
-    options = {"temperature": 0.7, "chunk_bytes": rows * ROW, "shape": shape}
+    options = {"temperature": 0.7, "chunk_bytes": chunk_bytes, "shape": shape}
     assert torch.equal(linear_log_probs(hidden.view(3, 5, 8), weight, targets, offset, **options), results[0][0])
 
 
@@ -94,8 +108,10 @@ def test_a_sharded_models_log_probs_and_gradients_are_those_of_full_logits(world
         assert_close(full_grads(model), expected, 1e-10 if name in ("llama", "llama_tied") else 1e-5, name)
 
 
+@pytest.mark.parametrize("cached_bytes", [1 << 20, 1 << 10])
 @pytest.mark.ranks(2)
-def test_in_bf16_they_are_the_plain_ones_of_the_same_model():
+def test_in_bf16_they_are_the_plain_ones_of_the_same_model(cached_bytes, monkeypatch):
+    monkeypatch.setattr(sizes, "CACHED_LOGITS_BYTES", cached_bytes)
     strategy = FSDPV2Strategy(config=StrategyConfig())
     for name in ("llama", "llama_tied"):
         model = strategy.prepare_model(build(name), is_training=True)
@@ -152,6 +168,89 @@ def test_no_more_than_a_chunk_of_logits_exists(monkeypatch):
     with Rows():
         token_log_probs(model, ids, chunk_bytes=5 * ROW).sum().backward()
     assert max(n for n in rows if n != 32) == 5  # what has 32 rows is the transposed weight
+
+
+def test_on_a_cpu_only_the_logits_that_fit_into_the_cache_exist(monkeypatch):
+    monkeypatch.setattr(sizes, "CACHED_LOGITS_BYTES", 4096)
+    hidden, weight = (torch.randn(n, 4, requires_grad=True) for n in (300, 500))
+    targets, most = torch.randint(500, (300,)), []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                most.append(result.untyped_storage().nbytes())
+            return result
+
+    with Sizes():
+        sum(found.sum() for found in linear_log_probs(hidden, weight, targets, entropy=True)).backward()
+    assert 4000 <= max(n for n in most if n not in (hidden.nbytes, weight.nbytes)) <= 5 * 4096
+
+
+def test_parts_of_the_vocabulary_are_as_exact_as_a_softmax(monkeypatch):
+    monkeypatch.setattr(sizes, "CACHED_LOGITS_BYTES", 1 << 10)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(64, 16, generator=generator), torch.randn(VOCAB, 16, generator=generator) * 25
+    bias = torch.zeros(VOCAB)
+    bias[: VOCAB // 2] = -torch.inf  # no token of some parts is possible
+    targets = torch.randint(VOCAB // 2, VOCAB, (64,), generator=generator)
+    found, entropies = linear_log_probs(hidden, weight, targets, bias, entropy=True)
+    exact = nn.functional.linear(hidden.double(), weight.double(), bias.double()).log_softmax(-1)
+    torch.testing.assert_close(found, exact.gather(-1, targets[:, None]).squeeze(-1).float(), rtol=1e-6, atol=1e-4)
+    of_exact = -(exact.exp() * exact.clamp(min=-1e9)).sum(-1)
+    torch.testing.assert_close(entropies, of_exact.float(), rtol=1e-4, atol=1e-4)
+
+
+def test_parts_of_the_vocabulary_are_computed_without_subnormal_numbers(monkeypatch):
+    monkeypatch.setattr(sizes, "CACHED_LOGITS_BYTES", 1 << 10)
+    hidden, weight = torch.randn(64, 16, requires_grad=True), torch.randn(VOCAB, 16, requires_grad=True)
+    subnormal = []
+
+    class Found(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if func.__name__.split(".")[0] in ("exp", "exp_", "mul_", "addmm_"):
+                subnormal.append(bool(((result != 0) & (result.abs() < torch.finfo(torch.float32).tiny)).any()))
+            return result
+
+    with Found():
+        linear_log_probs(hidden * 20, weight, torch.zeros(64, dtype=torch.int64)).mean().backward()
+    assert subnormal and not any(subnormal)
+
+
+@pytest.mark.parametrize("own", [60, VOCAB])
+@pytest.mark.ranks(2)
+def test_ranks_that_share_a_head_combine_a_few_numbers_per_row(own, monkeypatch):
+    monkeypatch.setattr(sizes, "CACHED_LOGITS_BYTES", 1 << 10)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 8, generator=generator, dtype=torch.float64) for n in (15, VOCAB))
+    targets = torch.randint(0, VOCAB, (15,), generator=generator)
+    part = slice(0, own) if dist.get_rank() == 0 else slice(own, VOCAB)
+    results, sent = [], []
+
+    class Sent(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "c10d":
+                sent.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    for tokens, group in ((part, dist.group.WORLD), (slice(None), None)):
+        h, w = hidden.clone().requires_grad_(), weight[tokens].clone().requires_grad_()
+        with Sent():
+            both = linear_log_probs(h, w, targets, entropy=True, group=group)
+            loss_of(*both).backward()
+        results.append([*both, h.grad, w.grad])
+    assert len(sent) == 3, "the sizes of the parts, the sums of all rows, the gradient of the hidden states"
+    results[1][3] = results[1][3][part]
+    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)
+
+
+def test_a_target_outside_of_the_vocabulary_is_an_error(monkeypatch):
+    monkeypatch.setattr(sizes, "CACHED_LOGITS_BYTES", 1 << 10)
+    hidden, weight = torch.randn(3, 4), torch.randn(5000, 4)
+    for target in (-100, 5000):
+        with pytest.raises(LogProbError, match=f"a target is {target}, expected 0 to 4999"):
+            linear_log_probs(hidden, weight, torch.tensor([0, target, 1]))
 
 
 CAPPED = {

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers.models import batch_of, build, loss_of
-from helpers.reference import full_parameters
+from helpers.reference import full_parameters, resident
 from helpers.training import assert_same, full_state, prepared, strategy_for, train
 from helpers.worlds import some
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -26,11 +26,18 @@ from fsdp2_strategy.model.offloading import CopyQueue, is_offloaded
 from fsdp2_strategy.model.placeholders import _offloaded, values_of
 
 
-def resident():
+def trimmed():
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) * 1024
+    return resident("VmRSS")
+
+
+def peak_of(call, *args, **options):
+    """Return how many bytes of memory a call takes at most in addition to those that this process holds."""
+    before = trimmed()
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak
+    call(*args, **options)
+    return resident("VmHWM") - before
 
 
 def forward(model):
@@ -40,7 +47,11 @@ def forward(model):
 @pytest.mark.full
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("shard_size", some([-1, 1], [-1]))
-def test_a_trip_changes_no_number_of_a_run(shard_size):
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_trip_changes_no_number_of_a_run(shard_size, copies, monkeypatch):
+    if copies:
+        monkeypatch.setattr("fsdp2_strategy.model.offloading._needs_copies", lambda: True)
+
     def run(*, moves):
         strategy = strategy_for(train_batch_size=4)
         model, optimizer, scheduler = prepared(strategy, shard_size=shard_size)
@@ -63,8 +74,11 @@ def test_a_trip_changes_no_number_of_a_run(shard_size):
     assert_same(its_state, state)
 
 
+@pytest.mark.parametrize("copies", [True, False])
 @pytest.mark.ranks(2)
-def test_what_is_away_holds_no_memory_on_the_device_and_is_never_garbage():
+def test_what_is_away_holds_no_memory_on_the_device_and_is_never_garbage(copies, monkeypatch):
+    if copies:  # as if the device had its own memory
+        monkeypatch.setattr("fsdp2_strategy.model.offloading._needs_copies", lambda: True)
     others = set(_offloaded)  # of models of other tests
     strategy = strategy_for()
     model, optimizer, scheduler = prepared(strategy)
@@ -132,15 +146,16 @@ def test_fifty_trips_leave_nothing_behind():
     for _ in range(3):
         trip()
     expected = full_state(model, optimizer)
-    before = resident()
+    before = trimmed()
     for _ in range(50):
         trip()
-    assert resident() - before < held, "less than a fiftieth a trip"
+    assert trimmed() - before < held, "less than a fiftieth a trip"
     assert_same(full_state(model, optimizer), expected)
 
 
 @pytest.mark.ranks(2)
 def test_where_memory_runs_out_nothing_is_lost(monkeypatch):
+    monkeypatch.setattr("fsdp2_strategy.model.offloading._needs_copies", lambda: True)
     strategy = strategy_for()
     model, optimizer, scheduler = prepared(strategy)
     train(strategy, model, optimizer, scheduler, range(1))
@@ -178,6 +193,62 @@ def test_where_memory_runs_out_nothing_is_lost(monkeypatch):
     reload(optimizer)
     reload(model)
     assert_same(full_state(model, optimizer), expected)
+
+
+def save_and_load_in_little_memory(folder):
+    strategy = strategy_for()
+    model = strategy.prepare_model(torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(8))), True)
+    optimizer = strategy.create_optimizer(model, lr=1e-3)
+    strategy.backward(model(torch.ones(1, 2048)).mean(), model, optimizer)
+    strategy.optimizer_step(optimizer, model, None)
+    state = 3 * sum(p.to_local().nbytes for p in model.parameters())
+    assert state > 3 * 64e6
+
+    def save(tag, **options):
+        strategy.save_ckpt(model, folder, tag, **options)
+        strategy.wait_for_checkpoint()
+
+    save("first")  # Python and torch read modules at their first use
+    assert peak_of(save, "second") < 64e6
+    assert peak_of(strategy.load_ckpt, model, folder) < 64e6
+    assert peak_of(save, "third", async_save=True) < state + 64e6
+    assert peak_of(offload, optimizer) < 8e6
+    assert peak_of(save, "fourth") < 64e6, "of what is offloaded"
+
+
+@pytest.mark.full
+@pytest.mark.real_sizes
+def test_training_state_is_saved_and_loaded_in_little_memory(tmp_path, run_on):
+    run_on(2, save_and_load_in_little_memory, folder=tmp_path)
+
+
+@pytest.mark.parametrize("copies", [True, False])
+@pytest.mark.ranks(2)
+def test_state_is_never_twice_in_host_memory(copies, monkeypatch):
+    if copies:
+        monkeypatch.setattr("fsdp2_strategy.model.offloading._needs_copies", lambda: True)
+    strategy = strategy_for()
+    model = strategy.prepare_model(torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(12))), True)
+    optimizer = strategy.create_optimizer(model, lr=1e-3)
+    strategy.backward(model(torch.ones(1, 1024)).mean(), model, optimizer)
+    strategy.optimizer_step(optimizer, model, None)
+    tensors = [t for t in optimizer_tensors(model, optimizer).values() if t.ndim]
+    nbytes, addresses = sum(values_of(t).nbytes for t in tensors), [values_of(t).data_ptr() for t in tensors]
+    for call in (offload, reload):
+        assert peak_of(call, optimizer) < (1.25 if copies else 0.25) * nbytes, call
+    assert ([values_of(t).data_ptr() for t in tensors] == addresses) != copies
+
+
+@pytest.mark.ranks(2)
+def test_an_offload_waits_for_the_device_once(monkeypatch):
+    monkeypatch.setattr("fsdp2_strategy.model.offloading._needs_copies", lambda: True)
+    waits, leave = [], CopyQueue.__exit__
+    monkeypatch.setattr(CopyQueue, "__exit__", lambda self, *args: (waits.append(self), leave(self, *args))[1])
+    model, *_ = prepared(strategy_for())
+    offload(model)
+    assert len(waits) == 1
+    reload(model)
+    assert len(waits) == 2
 
 
 @pytest.mark.ranks(2)

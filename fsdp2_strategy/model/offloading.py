@@ -3,10 +3,14 @@
 Input: a sharded model, or the optimizer of a sharded model. Output: the same object. `offload` replaces its tensors by
 placeholders ([Note: offloaded values] in `placeholders`). `reload` copies the values back to the device, bitwise equal.
 
-Values are copied into large host buffers. If there is an accelerator, the buffers are pinned, and the next offload
-reuses them. Copies are queued on a separate stream. `offload` waits until the copies are complete. `reload` returns at
-once, and kernels that are launched later wait for the copies. Gradients are moved with their parameters. Tensors of
-one element (Adam's ``step``) are not moved.
+Values are copied into large host buffers. The buffers are pinned, and the next offload reuses them. Copies are queued
+on a separate stream. `offload` waits once, until all copies are complete, and then registers the placeholders, which
+frees memory of the device. If anything fails before, nothing has changed. `reload` returns at once, and kernels that
+are launched later wait for the copies. Gradients are moved with their parameters. Tensors of one element (Adam's
+``step``) are not moved.
+
+Without an accelerator, the values are in host memory already. Then placeholders refer to the tensors themselves, and
+`reload` registers these again: no value is copied, and no memory is allocated.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import chain
 from operator import setitem
 from typing import Any
 
@@ -59,12 +64,16 @@ class _Item:
     setters: list[Callable[[torch.Tensor], None]]
 
     @property
-    def nbytes(self) -> int:
-        """Number of bytes of the tensor's storage from its first element to its last."""
+    def length(self) -> int:
+        """Number of elements of the tensor's storage from its first element to its last."""
         if not self.tensor.numel():
             return 0
-        elements = 1 + sum((n - 1) * s for n, s in zip(self.tensor.size(), self.tensor.stride(), strict=True))
-        return elements * self.tensor.element_size()
+        return 1 + sum((n - 1) * s for n, s in zip(self.tensor.size(), self.tensor.stride(), strict=True))
+
+    @property
+    def nbytes(self) -> int:
+        """The same in bytes."""
+        return self.length * self.tensor.element_size()
 
     def replace(self, tensor: torch.Tensor) -> None:
         """Register ``tensor`` in place of the current one."""
@@ -98,11 +107,8 @@ def offload(subject: nn.Module | Optimizer) -> None:
             _check_between_steps(param_group)
         reset_units(unwrap_model(subject))
     try:
-        for owner in owners:
-            _offload_one(owner)
+        _offload(owners)
     except (RuntimeError, MemoryError) as error:
-        _reload(owners)
-        _unguard_steps()
         raise OffloadError(
             f"cannot offload this {type(subject).__name__}: {type(error).__name__}: {error}. Nothing was offloaded. If "
             "the host is out of memory, offload less, or use a host with more memory."
@@ -182,26 +188,43 @@ def _is_offloaded(owner: Any) -> bool:
     return model_state(owner).get(_BUFFERS) is not None
 
 
-def _offload_one(owner: Any) -> None:
-    """Offload one unit or one optimizer; if a copy fails, its tensors are unchanged."""
-    is_unit = not isinstance(owner, Optimizer)
-    for parameter in parameters_of(owner) if is_unit else ():
-        reset_sharded_parameter(parameter)  # the module's parameter may have been replaced since the last forward pass
-    buffers: list[torch.Tensor] = []
-    copied: list[tuple[_Item, torch.Tensor]] = []
+def _offload(owners: Sequence[Any]) -> None:
+    """Offload units or optimizers; if a copy fails, the tensors of all of them are unchanged."""
+    found: list[tuple[Any, list[torch.Tensor], list[tuple[_Item, torch.Tensor]]]] = []  # owner, buffers, values
     with CopyQueue() as queue:
-        for members, nbytes in _pack(item for item in _items(owner) if _is_offloadable(item.tensor)):
-            buffers.append(_host_buffers.take(nbytes))
-            for item, begin in members:
-                values = buffers[-1][begin : begin + item.nbytes].view(item.tensor.dtype)
-                queue.copy(_shaped_like(item.tensor, values), item.tensor)
-                copied.append((item, values))
-    for item, values in copied:  # all copies are complete, so device memory can be freed
-        item.replace(placeholder_for(values, item.tensor))
-    model_state(owner).set(_BUFFERS, buffers)
-    if is_unit:
-        register_hook(owner, "gather", "offload", _refuse_gather)
-    _guard_steps()
+        for owner in owners:
+            for parameter in () if isinstance(owner, Optimizer) else parameters_of(owner):
+                reset_sharded_parameter(parameter)  # the module's parameter may have been replaced since it was sharded
+            found.append((owner, *_values_on_host(owner, queue)))
+    placeholders = [[placeholder_for(values, item.tensor) for item, values in pairs] for *_, pairs in found]
+    for (owner, buffers, pairs), of_owner in zip(found, placeholders, strict=True):  # from here on, nothing can fail
+        for (item, _), placeholder in zip(pairs, of_owner, strict=True):
+            item.replace(placeholder)
+        model_state(owner).set(_BUFFERS, buffers)
+        if not isinstance(owner, Optimizer):
+            register_hook(owner, "gather", "offload", _refuse_gather)
+        _guard_steps()
+
+
+def _values_on_host(owner: Any, queue: CopyQueue) -> tuple[list[torch.Tensor], list[tuple[_Item, torch.Tensor]]]:
+    """Queue copies of an owner's tensors; return the host buffers, and the 1-d values of each tensor."""
+    items = [item for item in _items(owner) if _is_offloadable(item.tensor)]
+    if not _needs_copies():
+        return [], [(item, item.tensor.detach().as_strided((item.length,), (1,))) for item in items]
+    buffers: list[torch.Tensor] = []
+    pairs: list[tuple[_Item, torch.Tensor]] = []
+    for members, nbytes in _pack(items):
+        buffers.append(_host_buffers.take(nbytes))
+        for item, begin in members:
+            values = buffers[-1][begin : begin + item.nbytes].view(item.tensor.dtype)
+            queue.copy(_shaped_like(item.tensor, values), item.tensor)
+            pairs.append((item, values))
+    return buffers, pairs
+
+
+def _needs_copies() -> bool:
+    """Return whether the device has other memory than the host."""
+    return current_device().type != "cpu"
 
 
 def _reload(owners: Sequence[Any]) -> None:
@@ -215,12 +238,14 @@ def _reload(owners: Sequence[Any]) -> None:
                 if is_offloaded_tensor(item.tensor):
                     items_in[storage_address(values_of(item.tensor))].append(item)
             while buffers:  # one by one: if device memory runs out, the remaining buffers stay valid
-                for item in items_in[storage_address(buffers[-1])]:
+                for item in items_in.pop(storage_address(buffers[-1]), []):
                     like = item.tensor
                     new = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=current_device())
                     queue.copy(new, values_of(like))
                     item.replace(new)
                 _host_buffers.release(buffers.pop(), queue.event())
+            for item in chain.from_iterable(items_in.values()):  # they were not copied
+                item.replace(values_of(item.tensor))
             model_state(owner).pop(_BUFFERS)
             if not isinstance(owner, Optimizer):
                 remove_hook(owner, "gather", "offload")
