@@ -23,6 +23,7 @@ import torch.distributed as dist
 from helpers.folders import contents, small_tokenizer
 from helpers.training import assert_same, full_state, prepared, strategy_for, tags, train
 from helpers.worlds import some
+from torch import nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from fsdp2_strategy import EMA, list_checkpoints, sizes, verify_checkpoint
@@ -104,6 +105,37 @@ def test_several_files_are_the_same_behind_the_trainer(tmp_path):
     dist.barrier()
     assert len(list((tmp_path / "async/now/optimizer").glob("*.safetensors"))) > 3
     assert contents(tmp_path / "sync" / "now") == contents(tmp_path / "async" / "now")
+
+
+@pytest.mark.ranks(2)
+def test_an_async_save_takes_few_python_calls_for_each_tensor(tmp_path):
+    strategy = strategy_for()
+
+    def calls_of(layers):
+        torch.manual_seed(0)
+        model = strategy.prepare_model(nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))), is_training=True)
+        optimizer = strategy.create_optimizer(model, lr=1e-3)
+        strategy.backward(model(torch.ones(2, 4, device=strategy.device)).sum(), model, optimizer)
+        strategy.optimizer_step(optimizer, model)
+        strategy.save_ckpt(model, tmp_path, "first", async_save=True)
+        strategy.wait_for_checkpoint()
+        calls = 0
+
+        def count(_frame, event, _argument):
+            nonlocal calls
+            calls += event == "call"
+
+        sys.setprofile(count)
+        try:
+            strategy.save_ckpt(model, tmp_path, "second", async_save=True)
+        finally:
+            sys.setprofile(None)
+        strategy.wait_for_checkpoint()
+        return calls
+
+    few, many = calls_of(10), calls_of(40)
+    of_layer = (many - few) / 30
+    assert of_layer < 90, f"{of_layer} calls for the 8 tensors of a layer and its optimizer"
 
 
 @pytest.mark.full

@@ -13,6 +13,7 @@ from torch import nn
 
 from fsdp2_strategy import explain
 from fsdp2_strategy.errors import CheckpointError, RolloutError, ShardError, StepError
+from fsdp2_strategy.model.names import named_modules, named_parameters, persistent_buffers
 from fsdp2_strategy.rollout import stream_weights
 
 
@@ -281,3 +282,21 @@ def test_weights_frozen_on_one_rank_only_are_an_error_on_every_rank(tmp_path):
     model[dist.get_rank()].requires_grad_(False)
     with pytest.raises(CheckpointError, match="cannot save the trainable weights: ranks \\[1\\] differ"):
         strategy.save_ckpt(model, tmp_path, only_trainable=True)
+
+
+def test_modules_and_tensors_have_the_names_and_the_order_that_torch_gives_them():
+    shared, tied = nn.Linear(2, 2), nn.BatchNorm1d(2)
+    model = nn.ModuleDict({"a": nn.Sequential(shared, tied), "b": nn.ModuleList([tied, shared, nn.Linear(2, 2)])})
+    model["b"][2].weight = shared.weight
+    model["b"].register_buffer("own", torch.zeros(2))
+    model["b"].register_buffer("derived", torch.zeros(2), persistent=False)
+    model["a"].register_buffer("again", model["b"].own)
+    model["b"].register_module("none", None)
+    for remove_duplicate in (True, False):
+        expected = list(model.named_modules(remove_duplicate=remove_duplicate))
+        assert named_modules(model, remove_duplicate=remove_duplicate) == expected
+    assert list(named_parameters(model).items()) == list(model.named_parameters())
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name != "b.derived"}
+    assert list(persistent_buffers(model).items()) == list(buffers.items())
+    compiled = nn.Sequential(torch.compile(shared))
+    assert [*named_parameters(compiled)] == ["0.weight", "0.bias"]

@@ -17,10 +17,11 @@ from helpers.reference import full_parameters
 from helpers.shrunk import SHRUNK
 from helpers.training import assert_same, full_state, prepared, strategy_for, train
 from helpers.worlds import some, some_rows
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fsdp2_strategy
 import fsdp2_strategy.storage.write as write_module
-from fsdp2_strategy import list_checkpoints, sizes, verify_checkpoint
+from fsdp2_strategy import build_mesh, list_checkpoints, sizes, verify_checkpoint
 from fsdp2_strategy.checkpoint import directory, listing, paths
 from fsdp2_strategy.cli import main
 from fsdp2_strategy.distributed.mesh import auto_shard_size
@@ -259,6 +260,21 @@ def test_a_corrupt_index_is_corruption_and_falls_back(tmp_path):
     with pytest.raises(DamageError, match="index"):
         strategy.load_ckpt(model, tmp_path)
     assert strategy.load_ckpt(model, tmp_path, fallback=True)[1] == {"tag": "old"}
+
+
+@pytest.mark.ranks(2)
+def test_the_key_of_a_layout_tells_placements_meshes_and_shapes_apart():
+    mesh = build_mesh()
+
+    def key(*placements, rows=4):
+        tensors = {str(n): distribute_tensor(torch.zeros(rows, 4), mesh, each) for n, each in enumerate(placements)}
+        return component._layout_key(tensors)
+
+    rows, columns, whole = [Shard(0)], [Shard(1)], [Replicate()]
+    keys = [key(rows, rows), key(columns, columns), key(whole, whole), key(rows, columns), key(columns, rows)]
+    keys += [key(rows, rows, rows=6), key(rows), [*component._layout_key({"0": torch.zeros(4, 4)})]]
+    assert len({tuple(each) for each in keys}) == len(keys)
+    assert key(rows, columns) == keys[3]
 
 
 @pytest.mark.ranks(2)

@@ -48,6 +48,9 @@ class Staging:
         self._buffers: list[torch.Tensor] = []
         self._views: dict[tuple[int, int, torch.dtype, torch.Size], torch.Tensor] = {}
         """Views by buffer index, offset, dtype and shape. Cached: creating a view takes longer than a small copy."""
+        self._first: tuple[list[tuple[torch.dtype, torch.Size]], list[torch.Tensor], int, int] = [], [], 0, 0
+        """Of the first call of a save: dtypes and shapes, their views, and `_current` and `_filled_bytes` after it. The
+        next save usually has the same tensors, for which finding each view would take longer than its copy."""
         self._current, self._filled_bytes = 0, 0
         """The index of the buffer that the next copy tries first, and the number of bytes in use in that buffer."""
 
@@ -57,7 +60,14 @@ class Staging:
 
     def copy_to_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Copy tensors to host memory, and return the copies once they are complete."""
-        copies = [self._allocate(tensor) for tensor in tensors]
+        described = [(tensor.dtype, tensor.shape) for tensor in tensors]
+        is_first = not self._current and not self._filled_bytes
+        if is_first and self._first[0] == described:
+            _, copies, self._current, self._filled_bytes = self._first
+        else:
+            copies = [self._allocate(tensor) for tensor in tensors]
+            if is_first:
+                self._first = described, copies, self._current, self._filled_bytes
         with CopyQueue() as queue:
             queue.copy_all(copies, tensors)
         return copies
@@ -66,6 +76,7 @@ class Staging:
         """Free the host memory."""
         self._buffers.clear()
         self._views.clear()
+        self._first = [], [], 0, 0
         self.begin()
 
     def _allocate(self, tensor: torch.Tensor) -> torch.Tensor:

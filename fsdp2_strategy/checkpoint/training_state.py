@@ -28,7 +28,7 @@ from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.torch_internals import local_of
 from fsdp2_strategy.errors import CheckpointError, shown, some
 from fsdp2_strategy.model.fsdp_state import is_sharded, reshard
-from fsdp2_strategy.model.names import named_parameters, tied_names
+from fsdp2_strategy.model.names import named_modules, named_parameters, tied_names
 from fsdp2_strategy.model.shards import sharded_like
 from fsdp2_strategy.model.swapped_weights import check_own_weights
 from fsdp2_strategy.model.wrappers import unwrap_model
@@ -118,7 +118,7 @@ def unwrap_and_reshard(model: nn.Module) -> nn.Module:
             f"cannot save or load: {type(inner).__name__} is not sharded, expected a prepared model. Call "
             "prepare_model first, and pass the model that it returned."
         )
-    for name, module in inner.named_modules():
+    for name, module in named_modules(inner):
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise CheckpointError(
                 f"cannot save or load: {name or type(inner).__name__} has an extra state, expected only parameters and "

@@ -37,7 +37,7 @@ from fsdp2_strategy.distributed.equal_values import digest_numbers
 from fsdp2_strategy.distributed.process_group import control_device, current_device, group_in_use, ranks_of, world_size
 from fsdp2_strategy.distributed.torch_internals import BATCH_NORMS, changes_of, non_persistent_buffers
 from fsdp2_strategy.errors import CheckpointError, FSDP2StrategyError, StepError
-from fsdp2_strategy.model.names import clean
+from fsdp2_strategy.model.names import clean, named_modules
 from fsdp2_strategy.model.state import Slot, model_state
 
 _Seen = dict[str, tuple[torch.Tensor, int]]
@@ -78,7 +78,11 @@ def changed_buffers(root: nn.Module) -> tuple[bool, list[float]]:
 
 def check_same_buffers(root: nn.Module, action: str, error: type[FSDP2StrategyError]) -> None:
     """Raise ``error`` on every rank if the names or dtypes of persistent buffers differ between ranks; collective."""
-    facts = [(name, buffer.dtype) for name, buffer in _plain_buffers(root).items()]
+    _check_same(_plain_buffers(root), action, error)
+
+
+def _check_same(buffers: Mapping[str, torch.Tensor], action: str, error: type[FSDP2StrategyError]) -> None:
+    facts = [(name, buffer.dtype) for name, buffer in buffers.items()]
     expected = "persistent buffers with the same names and dtypes on all ranks. Register the same buffers on every rank"
     check_equal(action, facts, error, f"{expected}, or register those that differ with persistent=False.")
 
@@ -111,9 +115,9 @@ def sync_buffers(root: nn.Module, mode: str) -> None:
 
 def differing_buffers(root: nn.Module) -> list[str]:
     """Return the names of the persistent buffers whose values differ between the ranks; collective."""
-    check_same_buffers(root, "compare the buffers", CheckpointError)
     buffers = _plain_buffers(root)
-    return differing_numbers({name: _sum(buffer) for name, buffer in buffers.items()})
+    _check_same(buffers, "compare the buffers", CheckpointError)
+    return differing_numbers({name: _sum(buffer) for name, buffer in buffers.items()}) if buffers else []
 
 
 def differing_numbers(numbers: Mapping[str, float]) -> list[str]:
@@ -158,7 +162,7 @@ def _plain_buffers(root: nn.Module) -> dict[str, torch.Tensor]:
     """Return the persistent buffers that are not sharded, sorted by name, whatever the order of registration is."""
     names: dict[int, str] = {}
     found: dict[int, torch.Tensor] = {}
-    for prefix, module in root.named_modules(remove_duplicate=False):
+    for prefix, module in named_modules(root, remove_duplicate=False):
         for key, buffer in module._buffers.items():
             if buffer is None or isinstance(buffer, DTensor) or buffer.is_meta or key in non_persistent_buffers(module):
                 continue

@@ -66,7 +66,7 @@ def is_uninitialised(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is uninitialised: on meta without being a placeholder, or allocated but not filled."""
     if tensor.is_meta and not is_offloaded_tensor(tensor) and not is_computed(tensor):
         return True
-    return tensor in _uninitialised
+    return bool(_uninitialised) and tensor in _uninitialised
 
 
 def has_uninitialised_tensors(model: nn.Module) -> bool:

@@ -31,9 +31,38 @@ def clean(name: str) -> str:
     return name.replace(_CHECKPOINT_PREFIX, "").replace(_COMPILE_PREFIX, "")
 
 
+def named_modules(model: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, nn.Module]]:
+    """Return what ``model.named_modules`` does, without a call for each module and each level above it: in every save.
+
+    A shared module has only its first name, or with ``remove_duplicate=False`` all of them.
+    """
+    found: list[tuple[str, nn.Module]] = []
+    known: dict[nn.Module, None] = {}
+    remaining: list[tuple[str, nn.Module | None]] = [("", model)]
+    while remaining:
+        name, module = remaining.pop()
+        if module is None or (remove_duplicate and module in known):
+            continue
+        known[module] = None
+        found.append((name, module))
+        if children := module._modules:
+            prefix = f"{name}." if name else ""
+            remaining += [(prefix + key, child) for key, child in reversed(children.items())]
+    return found
+
+
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters by `clean` name, in module order; a tied parameter only under its first name."""
-    return {clean(name): parameter for name, parameter in model.named_parameters()}
+    found: dict[str, nn.Parameter] = {}
+    known: set[int] = set()
+    for module_name, module in named_modules(model):
+        if parameters := module._parameters:
+            prefix = clean(f"{module_name}." if module_name else "")
+            for name, parameter in parameters.items():
+                if parameter is not None and id(parameter) not in known:
+                    known.add(id(parameter))
+                    found[prefix + name] = parameter
+    return found
 
 
 def tied_names(model: nn.Module) -> dict[str, list[str]]:
@@ -53,9 +82,9 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the persistent buffers by `clean` name, in module order; a shared buffer only under its first name."""
     found = {}
     seen = set()
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in non_persistent_buffers(module) and id(buffer) not in seen:
+    for prefix, module in named_modules(model):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in non_persistent_buffers(module) and id(buffer) not in seen:
                 seen.add(id(buffer))
                 found[clean(f"{prefix}.{name}" if prefix else name)] = buffer
     return found

@@ -54,7 +54,9 @@ def computed(compute: Callable[[], torch.Tensor], like: torch.Tensor) -> nn.Para
 
 def is_computed(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a placeholder from `computed`; not collective."""
-    return bool(_computed) and storage_address(local_of(tensor)) in _computed
+    if not _computed:
+        return False
+    return storage_address(local_of(tensor)) in _computed
 
 
 def source_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,10 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from fsdp2_strategy.distributed.mesh import group_of, model_mesh
 from fsdp2_strategy.distributed.process_group import group_in_use, on_group, ranks_of
-from fsdp2_strategy.distributed.torch_internals import layouts_of, mesh_of, parameters_of, shard_of
+from fsdp2_strategy.distributed.torch_internals import (
+    fsdp_state_of,
+    layouts_of,
+    mesh_of,
+    param_groups_of,
+    parameters_of,
+    shard_of,
+)
 from fsdp2_strategy.errors import ArgumentError
 from fsdp2_strategy.model.fsdp_state import parameter_groups
 from fsdp2_strategy.model.state import Slot, model_state
@@ -133,6 +141,9 @@ def _mesh_of(subject: nn.Module | Iterable[torch.Tensor]) -> DeviceMesh | None:
     tensors: list[torch.Tensor] = []
     if isinstance(subject, nn.Module):
         root = unwrap_model(subject)
+        for param_group in param_groups_of(fsdp_state_of(root)) if isinstance(root, FSDPModule) else ():
+            if mesh_of(param_group).size() == dist.get_world_size():  # none is larger: spare a walk in every call
+                return model_mesh(mesh_of(param_group))
         for param_group in parameter_groups(root):  # these have the mesh even while parameters are unsharded
             meshes[id(mesh_of(param_group))] = mesh_of(param_group)
             # The mesh of a parameter has the axes of tensor parallelism, too.

@@ -10,14 +10,14 @@ recently used layouts are cached. The key contains everything that a layout depe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.process_group import rank
@@ -61,9 +61,8 @@ class FileLayout:
         """Return the layout of a folder, from the cache if possible; see [Note: layout cache]."""
         kind = (stem, max_file_bytes, *metadata.items(), sizes.FILE_COUNT, sizes.FILE_BYTES, sizes.MIN_FILE_LIMIT_BYTES)
         key = (*kind, sizes.SHORTEST_RUN_BYTES, sizes.BLOCK_BYTES, rank(), id(regions), *_layout_key(tensors))
-        if key in _layouts:
-            _layouts[key] = _layouts.pop(key)  # most recently used last
-        else:
+        known = _layouts.pop(key, None)
+        if known is None:
             while len(_layouts) >= _MAX_LAYOUTS:
                 del _layouts[next(iter(_layouts))]
             given = regions
@@ -73,8 +72,9 @@ class FileLayout:
             files = files_for(Path(), stem, regions, max_file_bytes or file_bytes(regions), metadata=metadata)
             direct = {name: region for name, region in regions.items() if not needs_gather(region, tensors)}
             gathered = {name: region for name, region in regions.items() if name not in direct}
-            _layouts[key] = given, cls(regions, files, gathered, own_shares(direct, tensors))
-        return _layouts[key][1]
+            known = given, cls(regions, files, gathered, own_shares(direct, tensors))
+        _layouts[key] = known  # most recently used last
+        return known[1]
 
 
 _MAX_LAYOUTS = 16
@@ -83,16 +83,22 @@ _layouts: dict[object, tuple[object, FileLayout]] = {}
 """The cache. An entry also keeps the regions that were passed in, because their `id` in the key must not be reused."""
 
 
-def _layout_key(tensors: Mapping[str, torch.Tensor]) -> Iterator[object]:
-    """Yield the properties of the tensors that determine a layout."""
+def _layout_key(tensors: Mapping[str, torch.Tensor]) -> list[object]:
+    """Return the properties of the tensors that determine a layout.
+
+    Placements are replaced by their index among the different ones: hashing them takes a call for each tensor.
+    """
+    key: list[object] = []
     positions: dict[int, object] = {}
+    placements: dict[tuple[Placement, ...], int] = {}
     for name, tensor in tensors.items():
-        yield name, tensor.shape, tensor.dtype
+        key += (name, tensor.shape, tensor.dtype)
         if isinstance(tensor, DTensor):
             mesh = tensor.device_mesh
             if id(mesh) not in positions:
                 positions[id(mesh)] = (mesh.shape, tuple(mesh.get_coordinate() or ()))
-            yield positions[id(mesh)], tensor.placements
+            key += (positions[id(mesh)], placements.setdefault(tensor.placements, len(placements)))
+    return [*key, *placements]
 
 
 @dataclass(frozen=True)
