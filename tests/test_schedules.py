@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections import Counter, OrderedDict
 
 import pytest
 import torch
@@ -170,9 +172,6 @@ def test_learning_rates_that_are_tensors_resume_bitwise(tmp_path):
 
 
 def test_values_that_json_lacks_survive_it():
-    import json
-    from collections import Counter
-
     values = {
         "floats": [math.inf, -math.inf, 1.5, 1e-300],
         "counter": Counter({2: 1, 4: 2}),
@@ -293,3 +292,22 @@ def test_a_schedule_that_the_program_steps_as_well_is_warned_of_once():
     assert dist.get_rank() or [text for text in logged if "has stepped the LambdaLR 1 time since" in text] == logged
     assert dist.get_rank() or len(logged) == 1
     strategy.close()
+
+
+def test_json_files_have_the_indentation_of_the_json_module():
+    values = [
+        {"a": 1, "b": {"c": [1, 2.5, None], "d": {}, "e": []}, "f": "text\n, with \u00e9", 3: True},
+        {"b": OrderedDict(x=Counter(a=2), y=()), 1.5: [[], [[1]], {"z": (1, "2")}], None: [{}], False: 1e-300},
+        [[1, 2], {"a": [{"b": 1}]}],
+        {},
+        [],
+        "text",
+        0,
+        None,
+        {f"layers.{n}.weight": n for n in range(30)},
+    ]
+    for value in values:
+        assert as_json(value) == json.dumps(value, indent=1) + "\n"
+    for value in (math.inf, [math.nan], {"a": {"b": -math.inf}}):
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            as_json(value)

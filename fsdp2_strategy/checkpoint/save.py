@@ -8,7 +8,6 @@ Each phase succeeds or raises on all ranks; see [Note: agreed errors] in `agreem
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
@@ -64,7 +63,7 @@ from fsdp2_strategy.model.shards import shard_size_of_model
 from fsdp2_strategy.optim.schedule import check_schedule_of
 from fsdp2_strategy.storage.checksums import blocks_of, blocks_of_file
 from fsdp2_strategy.storage.component import Component
-from fsdp2_strategy.storage.json_files import check_json, write_bytes, write_json, write_text
+from fsdp2_strategy.storage.json_files import as_json, check_json, write_bytes, write_text
 
 
 @collective
@@ -245,9 +244,7 @@ class _SavePlan:
     sidecars: list[tuple[SidecarFiles, Any]]
     """The sidecar files of each model, with its tokenizer."""
     json_files: dict[Path, str]
-    """Content by path."""
-    states: dict[Path, str]
-    """JSON of each ``trainer_state.json`` in one line, by path, on rank 0: indenting takes a call for each value."""
+    """Content by path; on rank 0 also that of each ``trainer_state.json``."""
     rank_files: dict[Path, bytes]
     """Content of this rank's files by path: the random state first, then the loader's state if each rank has one."""
     data: dict[str, Any] | None
@@ -286,15 +283,16 @@ def _plan(request: SaveRequest, laid_out: Mapping[str, _LaidOut]) -> _SavePlan:
         rank_files[partial.rank_file(DATA, rank())] = data.rank_file
     shard_sizes = {name: shard_size_of_model(own.model) for name, own in request.models.items()}
     json_files = {partial.state / name: text for name, text in request.json_files(max(shard_sizes.values())).items()}
-    contents = {partial.state: of_run} | {laid_out[name][0].state: own for name, own in states.items() if name != ONLY}
-    if not is_rank_0():  # which writes them
-        contents = {}
+    if is_rank_0():  # which writes them
+        json_files[partial.state / TRAINER_STATE] = as_json(of_run)
+        for name, state in states.items():
+            if name != ONLY:
+                json_files[laid_out[name][0].state / TRAINER_STATE] = as_json(state)
     return _SavePlan(
         request=request.without_objects(),
         components=[replace(each, is_signed=request.is_signed) for each in components],
         sidecars=sidecars,
         json_files=json_files,
-        states={folder / TRAINER_STATE: json.dumps(own, allow_nan=False) for folder, own in contents.items()},
         rank_files=rank_files,
         data=data.entry if data else None,
         key=key,
@@ -414,8 +412,6 @@ def _write(plan: _SavePlan) -> list[tuple[str, str]]:
                 sidecars.write(tokenizer)
             for path, text in plan.json_files.items():
                 write_text(path, text)
-            for path, text in plan.states.items():
-                write_json(path, json.loads(text))
             tensor_files = {file.path for component in plan.components for file in component.files}
             others = set(directory.shared_files(paths)) - tensor_files
             blocks |= {path: blocks_of_file(path, is_signed=is_signed) for path in others}

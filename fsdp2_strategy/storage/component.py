@@ -10,14 +10,14 @@ recently used layouts are cached. The key contains everything that a layout depe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.process_group import rank
@@ -83,14 +83,14 @@ _layouts: dict[object, tuple[object, FileLayout]] = {}
 """The cache. An entry also keeps the regions that were passed in, because their `id` in the key must not be reused."""
 
 
-def _layout_key(tensors: Mapping[str, torch.Tensor]) -> list[object]:
+def _layout_key(tensors: Mapping[str, torch.Tensor]) -> Iterator[object]:
     """Return the properties of the tensors that determine a layout.
 
     Placements are replaced by their index among the different ones: hashing them takes a call for each tensor.
     """
     key: list[object] = []
     positions: dict[int, object] = {}
-    placements: dict[tuple[Placement, ...], int] = {}
+    placements: dict[object, int] = {}
     for name, tensor in tensors.items():
         key += (name, tensor.shape, tensor.dtype)
         if isinstance(tensor, DTensor):
@@ -98,7 +98,7 @@ def _layout_key(tensors: Mapping[str, torch.Tensor]) -> list[object]:
             if id(mesh) not in positions:
                 positions[id(mesh)] = (mesh.shape, tuple(mesh.get_coordinate() or ()))
             key += (positions[id(mesh)], placements.setdefault(tensor.placements, len(placements)))
-    return [*key, *placements]
+    return iter([*key, *placements])
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,28 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def as_json(content: Any) -> str:
-    """Return a value as strict JSON text."""
-    return json.dumps(content, indent=1, allow_nan=False) + "\n"
+    """Return a value as strict JSON text, indented by one blank for each level."""
+    return _indented(content, "\n") + "\n"
+
+
+def _indented(value: Any, newline: str) -> str:
+    """Return what ``json.dumps`` with ``indent=1`` does, which calls a generator for each value and level.
+
+    A list or dict without inner lists and dicts is encoded by one call of json's encoder in C.
+    """
+    if not value or not isinstance(value, dict | list | tuple):
+        return json.dumps(value, allow_nan=False)
+    inner = newline + " "
+    begin, end = "{}" if isinstance(value, dict) else "[]"
+    values = value.values() if isinstance(value, dict) else value
+    if any(issubclass(each, dict | list | tuple) for each in set(map(type, values))):
+        parts = [_indented(each, inner) for each in values]
+        if isinstance(value, dict):
+            keys = [json.dumps({key: 0})[1:-1].removesuffix("0") for key in value]  # a key that is a number is quoted
+            parts = [key + part for key, part in zip(keys, parts, strict=True)]
+        return begin + inner + ("," + inner).join(parts) + newline + end
+    text = json.dumps(value, separators=("," + inner, ": "), allow_nan=False)
+    return text[0] + inner + text[1:-1] + newline + text[-1]
 
 
 def write_text(path: Path, text: str) -> None:
