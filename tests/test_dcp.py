@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from fsdp2_strategy import sizes
 from fsdp2_strategy.storage import LocalLoadPlanner, LocalSavePlanner, SafetensorsReader, SafetensorsWriter
+from fsdp2_strategy.storage.dcp_save import _write_item
 from fsdp2_strategy.storage.shares import Share
 
 MESHES = {1: (1,), 2: (2,), 3: (3,), 4: (2, 2)}
@@ -385,3 +386,40 @@ def test_a_folder_of_any_model_is_read_and_nothing_is_executed(tmp_path):
     values = {"step": 0, "blob": b""}
     load(values, tmp_path / "own")
     assert values == {"step": 3, "blob": b"\x80\x04cos\nsystem"}
+
+
+def save_and_compare(state, path):
+    dcp.save(state, storage_writer=SafetensorsWriter(path), planner=LocalSavePlanner())
+    expected = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}
+    found = load_file(path / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert not [n for n in expected if found[n].dtype != expected[n].dtype or not torch.equal(found[n], expected[n])]
+
+
+@pytest.mark.ranks(2)
+def test_a_save_does_not_use_the_plan_of_tensors_that_have_changed(tmp_path):
+    mesh = init_device_mesh("cpu", (2,))
+    split = {"x": distribute_tensor(torch.arange(32.0).view(4, 8), mesh, [Shard(0)]), "y": torch.arange(3)}
+    for state in (
+        split,
+        {**split, "x": split["x"] + 1},  # other values
+        {**split, "x": distribute_tensor(torch.arange(32.0).view(4, 8), mesh, [Shard(1)])},
+        {**split, "x": distribute_tensor(torch.arange(32.0).view(4, 8), mesh, [Replicate()])},
+        {**split, "x": distribute_tensor(torch.arange(48.0).view(6, 8), mesh, [Shard(0)])},
+        {**split, "x": split["x"].to(torch.bfloat16)},
+        {**split, "y": torch.arange(4)},
+        {**split, "z": torch.arange(3)},
+        {"x": split["x"]},
+        {"y": split["x"], "x": split["y"]},
+        split,
+    ):
+        save_and_compare(state, tmp_path)
+
+
+@pytest.mark.ranks(2)
+def test_the_plan_of_equal_tensors_is_made_once(tmp_path):
+    mesh = init_device_mesh("cpu", (2,))
+    with patch("fsdp2_strategy.storage.dcp_save._write_item", side_effect=_write_item) as planned:
+        for value in range(3):
+            save_and_compare({"x": distribute_tensor(torch.full((4, 16), float(value)), mesh, [Shard(0)])}, tmp_path)
+    assert planned.call_count == 1

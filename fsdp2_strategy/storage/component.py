@@ -78,7 +78,8 @@ class FileLayout:
 
 
 _MAX_LAYOUTS = 16
-"""Maximum number of layouts in the cache; each component has one. A layout takes about a kilobyte per tensor."""
+"""Maximum number of layouts in the cache; each component has one. A layout and what is derived from it take about three
+kilobytes per tensor."""
 _layouts: dict[object, tuple[object, FileLayout]] = {}
 """The cache. An entry also keeps the regions that were passed in, because their `id` in the key must not be reused."""
 

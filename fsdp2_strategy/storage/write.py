@@ -180,11 +180,10 @@ def _runs(request: WriteRequest) -> Iterator[_Run]:
     if row_bytes <= sizes.BLOCK_BYTES and inner_box == tuple((0, n) for n in inner_shape):
         step = sizes.BLOCK_BYTES // row_bytes
         for at in range(0, length, step):
-            rows = tensor.narrow(0, at, min(step, length - at)) if length > step else tensor
-            cuts = [
-                entry.offset + row * row_bytes for row in _cut_rows(begin + at, len(rows), entry.shape[0], row_bytes)
-            ]
-            yield _Run(entry.path, entry.offset + (begin + at) * row_bytes, entry.dtype, rows, *of_request, cuts)
+            first, count = begin + at, min(step, length - at)
+            rows = tensor.narrow(0, at, count) if count < length else tensor
+            cuts = [entry.offset + row * row_bytes for row in _cut_rows(first, count, entry.shape[0], row_bytes)]
+            yield _Run(entry.path, entry.offset + first * row_bytes, entry.dtype, rows, *of_request, cuts)
     elif request.is_in_grid and _gets_strided_blocks(request, row_bytes):
         step = sizes.BLOCK_BYTES // row_bytes
         first = entry.offset + inner_box[0][0] * math.prod(inner_shape[1:]) * entry.dtype.itemsize
