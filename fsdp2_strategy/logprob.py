@@ -12,7 +12,8 @@ output gets a gradient, so the head's parameters are gathered for forward and ag
 On a CPU, the passes over a chunk of full rows would take about as long as the matrix product that computes it, because
 they read it from memory, and each allocation gets new pages from the system. So a chunk has fewer tokens of the
 vocabulary and more rows, and stays in the processor's cache. The maxima and the sums of exponentials of these parts are
-combined. Ranks that share the head compute the logits of their own part, and combine their sums in the same way.
+combined. Ranks that share the head compute the logits of their own part, and combine their sums in the same way. In
+bf16, chunks always have full rows: the products of parts would be rounded before they are summed.
 
 [Note: after the head] Some models apply a function to the logits of their head: a scale or a soft cap. An additional
 forward pass measures this function: the head returns known numbers, and the function follows from the logits that the
@@ -86,7 +87,7 @@ def token_log_probs(
         entropy: also return the entropies, in nats.
         chunk_bytes: maximum size of the fp32 logits of one chunk, by default 256 MiB; a chunk has at least one row.
             Forward and backward need about twice this memory, three times if the model scales or caps its logits. On a
-            CPU, larger chunks are divided into parts of 2 MiB, which stay in the processor's cache.
+            CPU, larger chunks in fp32 are divided into parts of 2 MiB, which stay in the processor's cache.
         **inputs: other arguments of the model's forward (``position_ids``, ``pixel_values``).
 
     Returns:
@@ -237,7 +238,10 @@ def linear_log_probs(
     chunk_bytes = sizes.LOGITS_BYTES if chunk_bytes is None else chunk_bytes
     vocabulary = _Vocabulary.of(weight, group)
     _check_range(targets, vocabulary)
-    rows, columns = _chunk_shape(targets.numel(), vocabulary.size, _at_least_fp32(hidden).itemsize, chunk_bytes, device)
+    autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+    is_cached = device == "cpu" and hidden.dtype == _at_least_fp32(hidden) and not autocast[-1]
+    row_bytes = vocabulary.size * _at_least_fp32(hidden).itemsize
+    rows, columns = _chunk_shape(targets.numel(), vocabulary.size, row_bytes, chunk_bytes, is_cached=is_cached)
     settings = _Settings(
         temperature=temperature,
         vocabulary=vocabulary,
@@ -245,7 +249,7 @@ def linear_log_probs(
         columns=columns,
         shape=shape or LogitShape(),
         entropy=entropy,
-        autocast=(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)),
+        autocast=autocast,
     )
     flat = hidden.reshape(-1, hidden.shape[-1])
     apply: Any = _LinearLogProbs.apply
@@ -342,15 +346,15 @@ class _Vocabulary:
         return _Sums.combine([_Sums(*part) for part in parts.view(-1, *packed.shape)])
 
 
-def _chunk_shape(count: int, vocabulary: int, itemsize: int, chunk_bytes: int, device: str) -> tuple[int, int]:
+def _chunk_shape(count: int, vocabulary: int, row_bytes: int, chunk_bytes: int, *, is_cached: bool) -> tuple[int, int]:
     """Return how many rows and how many tokens of the vocabulary a chunk has: [Note: chunks].
 
-    On an accelerator it has all tokens, so that one kernel normalises it. In the processor's cache it has twice as many
+    Without a cache, it has all tokens, so that one kernel normalises it. In the processor's cache, it has twice as many
     rows as tokens: then the products that compute it and its gradients read the operands as rarely as possible.
     """
-    if device != "cpu" or min(chunk_bytes, count * vocabulary * itemsize) <= sizes.CACHED_LOGITS_BYTES:
-        return max(1, chunk_bytes // max(1, vocabulary * itemsize)), vocabulary
-    elements = max(1, sizes.CACHED_LOGITS_BYTES // itemsize)
+    if not is_cached or min(chunk_bytes, count * row_bytes) <= sizes.CACHED_LOGITS_BYTES:
+        return max(1, chunk_bytes // max(1, row_bytes)), vocabulary
+    elements = max(1, sizes.CACHED_LOGITS_BYTES * vocabulary // row_bytes)
     rows = min(count, math.isqrt(2 * elements))
     columns = min(vocabulary, max(1, elements // rows))
     return max(1, elements // columns), columns
@@ -588,7 +592,7 @@ class _Gradients:
     ) -> None:
         self._inputs, self._settings = (hidden, weight, bias), settings
         dtype = _at_least_fp32(hidden)
-        dtypes = (hidden.dtype if settings.has_full_rows else dtype, dtype, dtype)
+        dtypes = (hidden.dtype, dtype, dtype)
         new = torch.empty_like if len(hidden) and len(weight) else torch.zeros_like  # each element is in a chunk
         self._sums = [
             None if each is None or not is_wanted else new(each, dtype=its_dtype)

@@ -108,10 +108,9 @@ def test_a_sharded_models_log_probs_and_gradients_are_those_of_full_logits(world
         assert_close(full_grads(model), expected, 1e-10 if name in ("llama", "llama_tied") else 1e-5, name)
 
 
-@pytest.mark.parametrize("cached_bytes", [1 << 20, 1 << 10])
 @pytest.mark.ranks(2)
-def test_in_bf16_they_are_the_plain_ones_of_the_same_model(cached_bytes, monkeypatch):
-    monkeypatch.setattr(sizes, "CACHED_LOGITS_BYTES", cached_bytes)
+def test_in_bf16_they_are_the_plain_ones_of_the_same_model(monkeypatch):
+    monkeypatch.setattr(sizes, "CACHED_LOGITS_BYTES", 1 << 10)  # no part of a sum may be rounded
     strategy = FSDPV2Strategy(config=StrategyConfig())
     for name in ("llama", "llama_tied"):
         model = strategy.prepare_model(build(name), is_training=True)
