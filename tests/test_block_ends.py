@@ -13,6 +13,7 @@ from torch import nn
 from fsdp2_strategy import load_checkpoint, save_checkpoint, sizes, verify_checkpoint
 from fsdp2_strategy.errors import DamageError
 from fsdp2_strategy.storage.verified_read import Reader
+from fsdp2_strategy.storage.write import _cut_rows
 
 LARGE = {"SMALL_BLOCK_BYTES": 48}
 """A size that each part of the model's tensors has on up to 4 ranks."""
@@ -71,6 +72,11 @@ def load(path):
 def test_a_load_on_any_number_of_ranks_reads_each_byte_that_a_rank_needs_once(saved, loaded, tmp_path, run_on):
     run_on(saved, save, path=tmp_path)
     run_on(loaded, load, path=tmp_path)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8])
+def test_a_few_large_rows_are_cut_between_rows(rows):
+    assert _cut_rows(0, rows, rows, sizes.SMALL_BLOCK_BYTES) == list(range(1, rows))
 
 
 def load_corrupt(path, is_shared):

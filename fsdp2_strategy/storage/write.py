@@ -204,7 +204,7 @@ def _cut_rows(begin: int, length: int, full_length: int, row_bytes: int) -> list
     found: set[int] = set()
     for first in (2, 3):
         ranks = first
-        while True:
+        while ranks < 2 * full_length:  # more ranks would have no row
             shard = -(-full_length // ranks)
             if shard * 8 < length or shard * row_bytes < sizes.SMALL_BLOCK_BYTES:
                 break
