@@ -218,7 +218,7 @@ def ids_of(step, rank):
     return torch.randint(1, 61, (2, 7), generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def compare(case, *, frozen=(), wrap_later=False, micro_batches=1, **config):
+def compare(case, *, frozen=(), wrap_later=False, micro_batches=1, after_backward=int, **config):
     """Train two steps beside the unsharded model, with passes without gradients in between."""
     torch.manual_seed(0)
     model = CASES[case]()
@@ -242,6 +242,7 @@ def compare(case, *, frozen=(), wrap_later=False, micro_batches=1, **config):
                 for other in range(ranks):
                     (unsharded(ids_of(part, other)) / micro_batches).backward()
                 strategy.backward(model(ids_of(part, rank)), model, optimizer)
+                after_backward()
                 if part == step + micro_batches - 1:
                     for parameter in unsharded.parameters():
                         if parameter.grad is not None:
@@ -276,8 +277,8 @@ def test_direct_uses_accumulate_gradients(case):
 
 @pytest.mark.ranks(2)
 def test_a_rank_whose_frames_another_thread_keeps_runs_what_the_other_runs():
-    with keeping_frames() if dist.get_rank() else nullcontext():
-        compare("embedding", micro_batches=4)
+    with keeping_frames() if dist.get_rank() else nullcontext(int) as release:
+        compare("embedding", micro_batches=4, after_backward=release)
 
 
 class KeepOperators(TorchDispatchMode):

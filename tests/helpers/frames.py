@@ -9,8 +9,16 @@ from fsdp2_strategy.distributed.torch_internals import look_at_threads
 
 @contextmanager
 def keeping_frames():
-    """Keep the last frames of all threads within the block, and what their locals refer to."""
-    ended, kept = threading.Event(), deque(maxlen=6000)
+    """Keep frames of all threads within the block, and what their locals refer to; give a function to call in it.
+
+    The function releases all but the last frames. The thread does not, because a backward of torch 2.13 has crashed
+    while another thread released tensors of its graph.
+    """
+    ended, kept = threading.Event(), deque()
+
+    def release():
+        while len(kept) > 6000:
+            kept.popleft()
 
     def keep(frame):
         while frame is not None:
@@ -24,7 +32,7 @@ def keeping_frames():
     thread = threading.Thread(target=look)
     thread.start()
     try:
-        yield
+        yield release
     finally:
         ended.set()
         thread.join()
