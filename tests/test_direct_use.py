@@ -281,26 +281,24 @@ def test_a_rank_whose_frames_another_thread_keeps_runs_what_the_other_runs():
         compare("embedding", micro_batches=4, after_backward=release)
 
 
-class KeepOperators(TorchDispatchMode):
-    """A mode that keeps what operators return, as its frame does if another thread keeps the frame."""
+class Keeps:
+    """A mode that keeps what it has run returned, as its frame does if another thread keeps the frame."""
 
     def __init__(self):
         super().__init__()
         self.kept = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def run(self, func, types, args=(), kwargs=None):
         self.kept.append(func(*args, **(kwargs or {})))
         return self.kept[-1]
 
 
-class KeepFunctions(TorchFunctionMode):
-    def __init__(self):
-        super().__init__()
-        self.kept = []
+class KeepOperators(Keeps, TorchDispatchMode):
+    __torch_dispatch__ = Keeps.run
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.kept.append(func(*args, **(kwargs or {})))
-        return self.kept[-1]
+
+class KeepFunctions(Keeps, TorchFunctionMode):
+    __torch_function__ = Keeps.run
 
 
 @pytest.mark.parametrize("mode", [KeepOperators, KeepFunctions])
@@ -348,6 +346,40 @@ def test_a_plain_embedding_is_gathered_once_in_a_step():
             gathered.append(counter.counts["allgather_base"])
     # Twice: the blocks, the embedding that is computed again, and the one whose forward is its own.
     assert gathered == [2 * 2 + 1 + 2 + 2] * 3, gathered
+
+
+class EmbeddingOfRank(Looked):
+    """Robots with an embedding each, which runs before the blocks."""
+
+    def __init__(self):
+        super().__init__()
+        blocks = self._modules.pop("blocks")
+        self.robots = nn.ModuleDict({"0": nn.Embedding(61, 16), "1": nn.Embedding(61, 16)})
+        self.blocks = blocks
+
+    def forward(self, ids, robot):
+        x = self.plain(ids) + self.robots[robot](ids)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x.square().mean()
+
+
+@pytest.mark.ranks(2)
+def test_ranks_may_look_up_in_different_embeddings():
+    torch.manual_seed(0)
+    model = EmbeddingOfRank().double()
+    unsharded, rank = copy.deepcopy(model), dist.get_rank()
+    with strategy_for() as strategy:
+        strategy.prepare_model(model, is_training=True)
+        optimizer = strategy.create_optimizer(model, lr=0.0)
+        for step, robots in enumerate(["01", "10", "00"]):
+            unsharded.zero_grad()
+            for other in range(2):
+                (unsharded(ids_of(step, other), robots[other]) / 2).backward()
+            strategy.backward(model(ids_of(step, rank), robots[rank]), model, optimizer)
+            wanted = {n: p.grad for n, p in named_parameters(unsharded).items() if p.grad is not None}
+            assert_close(full_grads(model), wanted, 1e-10, "gradient")
+            strategy.optimizer_step(optimizer, model)
 
 
 @pytest.mark.ranks(2)

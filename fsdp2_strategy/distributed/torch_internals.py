@@ -414,8 +414,8 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def layouts_of(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, Any, tuple[Any, ...]]]:
-    """Return the local tensor, the mesh and the placements of each tensor; None and () for one that is no DTensor."""
+def with_placements(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, Any, tuple[Any, ...]]]:
+    """Return the local tensor, mesh and placements of each tensor; a plain tensor has no mesh: (tensor, None, ())."""
     return [
         (t._local_tensor, t._spec.mesh, t._spec.placements) if isinstance(t, DTensor) else (t, None, ())
         for t in tensors

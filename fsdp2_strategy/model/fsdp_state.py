@@ -22,6 +22,7 @@ from fsdp2_strategy.distributed.torch_internals import (
     param_groups_of,
     reset_param_group,
 )
+from fsdp2_strategy.model.names import named_modules
 from fsdp2_strategy.model.wrappers import unwrap_model
 
 
@@ -56,19 +57,8 @@ def parameter_groups(model: nn.Module) -> Iterator[Any]:
 
 
 def _units_of(model: nn.Module) -> list[Any]:
-    """Return the units in the order of ``model.modules()``, which calls itself for each module: in every step."""
-    units: list[Any] = []
-    known: set[nn.Module] = set()
-    remaining: list[nn.Module | None] = [model]
-    while remaining:
-        module = remaining.pop()
-        if module is not None and module not in known:
-            known.add(module)
-            if isinstance(module, FSDPModule):
-                units.append(module)
-            if children := module._modules:
-                remaining.extend(reversed(children.values()))
-    return units
+    """Return the units in the order of ``model.modules()``."""
+    return [module for _, module in named_modules(model) if isinstance(module, FSDPModule)]
 
 
 def reshard(model: nn.Module) -> None:

@@ -32,7 +32,7 @@ def clean(name: str) -> str:
 
 
 def named_modules(model: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, nn.Module]]:
-    """Return what ``model.named_modules`` does, without a call for each module and each level above it: in every save.
+    """Return what ``model.named_modules`` does, without a call for each module and each level above it: in every step.
 
     A shared module has only its first name, or with ``remove_duplicate=False`` all of them.
     """

@@ -21,11 +21,11 @@ from fsdp2_strategy.distributed.mesh import group_of, model_mesh
 from fsdp2_strategy.distributed.process_group import group_in_use, on_group, ranks_of
 from fsdp2_strategy.distributed.torch_internals import (
     fsdp_state_of,
-    layouts_of,
     mesh_of,
     param_groups_of,
     parameters_of,
     shard_of,
+    with_placements,
 )
 from fsdp2_strategy.errors import ArgumentError
 from fsdp2_strategy.model.fsdp_state import parameter_groups
@@ -149,6 +149,6 @@ def _mesh_of(subject: nn.Module | Iterable[torch.Tensor]) -> DeviceMesh | None:
             # The mesh of a parameter has the axes of tensor parallelism, too.
             tensors += [shard_of(parameter) for parameter in parameters_of(param_group)]
         subject = tensors if meshes else root.parameters()
-    meshes |= {id(mesh): mesh for _, mesh, _ in layouts_of([*subject]) if mesh is not None}
+    meshes |= {id(mesh): mesh for _, mesh, _ in with_placements([*subject]) if mesh is not None}
     largest = max(meshes.values(), key=DeviceMesh.size, default=None)
     return None if largest is None else model_mesh(largest)

@@ -44,7 +44,7 @@ from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import control_device, current_device, data_size, group_in_use, world_size
 from fsdp2_strategy.distributed.same_batch import check_later, check_losses_of_groups, take_later
 from fsdp2_strategy.distributed.spent_time import device_wait
-from fsdp2_strategy.distributed.torch_internals import layouts_of
+from fsdp2_strategy.distributed.torch_internals import with_placements
 from fsdp2_strategy.distributed.unit_log import current_log
 from fsdp2_strategy.errors import StepError, counted
 from fsdp2_strategy.model.buffers import changed_buffers, check_same_buffers
@@ -472,7 +472,7 @@ def _scale(grads: list[torch.Tensor], norm: float, max_norm: float, scale: float
     factor = (max_norm / (norm + 1e-6) if clips else 1.0) / scale
     if grads and factor != 1.0 and math.isfinite(norm):
         # Local tensors avoid the dispatch through DTensor.
-        torch._foreach_mul_([local for local, *_ in layouts_of(grads)], factor)
+        torch._foreach_mul_([local for local, *_ in with_placements(grads)], factor)
     return norm
 
 
@@ -620,7 +620,7 @@ def _sum_over_ranks(grads: list[torch.Tensor], *values: float | torch.Tensor) ->
     grouped: dict[tuple[torch.device, torch.dtype, int], list[torch.Tensor]] = defaultdict(list)
     ranks = world_size()
     copies_of: dict[tuple[int, tuple[Any, ...]], int] = {}
-    for local, mesh, placements in layouts_of(grads):
+    for local, mesh, placements in with_placements(grads):
         if mesh is None:
             copies = ranks
         elif not (copies := copies_of.get((id(mesh), placements), 0)):

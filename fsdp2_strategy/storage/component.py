@@ -10,7 +10,7 @@ recently used layouts are cached. The key contains everything that a layout depe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -84,7 +84,7 @@ _layouts: dict[object, tuple[object, FileLayout]] = {}
 """The cache. An entry also keeps the regions that were passed in, because their `id` in the key must not be reused."""
 
 
-def _layout_key(tensors: Mapping[str, torch.Tensor]) -> Iterator[object]:
+def _layout_key(tensors: Mapping[str, torch.Tensor]) -> list[object]:
     """Return the properties of the tensors that determine a layout.
 
     Placements are replaced by their index among the different ones: hashing them takes a call for each tensor.
@@ -99,7 +99,7 @@ def _layout_key(tensors: Mapping[str, torch.Tensor]) -> Iterator[object]:
             if id(mesh) not in positions:
                 positions[id(mesh)] = (mesh.shape, tuple(mesh.get_coordinate() or ()))
             key += (positions[id(mesh)], placements.setdefault(tensor.placements, len(placements)))
-    return iter([*key, *placements])
+    return [*key, *placements]
 
 
 @dataclass(frozen=True)

@@ -65,8 +65,9 @@ class TrainerStrategy(FSDPV2Strategy):
         if accumulation.is_pending:
             self.discard_gradients(model)
         accumulation.declared = micro_batches
-        trained = (p.numel() for p in unwrap_model(model).parameters() if p.requires_grad)
-        self._reduces_once = self.may_reduce_once and 4 * sum(trained) <= sizes.FULL_GRADIENTS_BYTES
+        self._reduces_once = (
+            self.may_reduce_once and micro_batches > 1 and _full_gradients_bytes(model) <= sizes.FULL_GRADIENTS_BYTES
+        )
 
     def use_optimizer(self, model: nn.Module, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer over a model's sharded parameters that steps and checkpoints use; not collective."""
@@ -77,6 +78,11 @@ class TrainerStrategy(FSDPV2Strategy):
         watch_optimizer(optimizer, model)
         self._state_of(model).optimizer = optimizer
         return optimizer
+
+
+def _full_gradients_bytes(model: nn.Module) -> int:
+    """Return the size of the unsharded gradients of a model in fp32."""
+    return sum(torch.float32.itemsize * p.numel() for p in unwrap_model(model).parameters() if p.requires_grad)
 
 
 class ShardingAccelerator(Accelerator):  # type: ignore[misc]
