@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import io
+import itertools
 import json
 import logging
 import os
@@ -98,6 +99,40 @@ def printed(command, path):
     with contextlib.redirect_stdout(io.StringIO()) as out:
         status = main([command, str(path)])
     return status, out.getvalue()
+
+
+# --- leftovers of a killed run ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(1)
+@in_each_layout
+def test_what_a_killed_first_save_left_is_a_fresh_start(tmp_path, kind):
+    run = Run(kind, tmp_path / "run")
+    saved = run.save(1)
+    for name in ("latest", "last"):
+        (run.folder / name).unlink(missing_ok=True)
+    leftover = saved.rename(run.folder / f".{run.tag(1)}.partial")  # the moment before the commit
+    assert run.load() is None
+    leftover = leftover.rename(run.folder / f".{run.tag(1)}.removed")
+    assert run.load() is None
+    leftover.rename(run.folder / f".{run.tag(1)}.replaced")  # between the two renames of a save that replaces it
+    assert run.load() == 1
+
+
+@pytest.mark.full
+@pytest.mark.ranks(1)
+@in_each_layout
+def test_a_first_save_that_dies_anywhere_leaves_a_directory_that_loads(tmp_path, kind):
+    run, died, loaded = Run(kind, tmp_path), True, set()
+    for point in itertools.count():
+        run.folder = tmp_path / f"{point}"
+        died = dies_at(point, lambda: run.save(1))
+        lock.release_all()
+        loaded.add(run.load())
+        assert run.save(2) and run.load() == 2
+        if not died:
+            break
+    assert loaded == {None, 1} and point > 10
 
 
 # --- links -----------------------------------------------------------------------------------------------------------

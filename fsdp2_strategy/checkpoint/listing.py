@@ -324,7 +324,8 @@ def checkpoints_nearby(path: Path) -> list[Path]:
     path = path.absolute()
     if is_checkpoint(path.parent):
         return [path.parent]
-    below = sorted(each for name in names_in(path) if is_directory(each := path / name))
+    names = sorted(name for name in names_in(path) if not name.startswith("."))  # a killed save leaves hidden ones
+    below = [each for name in names if is_directory(each := path / name)]
     nearby = []
     for each in [*below, path.parent]:
         with contextlib.suppress(CheckpointError):  # a directory of another user, such as lost+found

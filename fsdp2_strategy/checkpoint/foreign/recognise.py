@@ -175,6 +175,7 @@ def describe_contents(path: Path) -> str | None:
         what = found.kind if found.path == path else f"{found.kind} in {found.path.name}"
         return f"{path} holds {what}. Load it with load_ckpt(model, {str(found.path)!r}{trust}{only})."
     names = sorted(names_in(path)) if is_directory(path) else [path.name] if exists(path) else []
+    names = [name for name in names if not name.startswith(".")]
     for kind, (pattern, advice) in _UNSUPPORTED.items():
         below = [name for each in names if is_directory(path / each) for name in names_in(path / each)]
         if any(re.fullmatch(pattern, name) for name in (*names, *below)):
