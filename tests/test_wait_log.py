@@ -23,7 +23,7 @@ from helpers.training import prepared
 
 from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, build_mesh, shard_model
 from fsdp2_strategy.distributed import collectives, wait_log
-from fsdp2_strategy.distributed.torch_internals import look_at_main_thread, look_at_threads
+from fsdp2_strategy.distributed.thread_stacks import stack_of_main_thread, stacks_of_threads
 from fsdp2_strategy.errors import ConfigError
 
 pytestmark = pytest.mark.unrecorded("the record of collectives is the innermost frame of a rank that waits")
@@ -236,7 +236,7 @@ def test_a_wrong_limit_is_an_error(seconds):
 
 LOOK_WITH_GARBAGE = """
 import gc, sys, threading
-from fsdp2_strategy.distributed.torch_internals import look_at_threads
+from fsdp2_strategy.distributed.thread_stacks import stacks_of_threads
 
 class Cycle: pass
 
@@ -251,7 +251,7 @@ for _ in range(20):
     cycle = Cycle()
     cycle.itself, cycle.local = cycle, threading.local()
 gc.set_threshold(gc.get_count()[0] + 20)
-assert len(look_at_threads(id)) == 50
+assert len(stacks_of_threads()) == 50
 assert gc.isenabled() == is_on
 """
 
@@ -276,8 +276,8 @@ def test_looking_at_threads_keeps_nothing_of_what_they_held():
 
     def look(times):
         for _ in range(times):
-            look_at_threads(lambda frame: frame.f_back.f_lineno if frame.f_back else None)
-            look_at_main_thread(lambda frame: frame.f_lineno, None)
+            for stack in (*stacks_of_threads().values(), stack_of_main_thread()):
+                stack.local(0, "missing")
 
     gc.collect()
     gc.disable()
@@ -298,3 +298,69 @@ def test_looking_at_threads_keeps_nothing_of_what_they_held():
         assert alive() is None
     finally:
         gc.enable()
+
+
+def test_what_a_function_releases_is_released_by_its_own_thread():
+    """Not by one that looks at it meanwhile, however often Python switches between them."""
+    released, ended = set(), threading.Event()
+
+    class Held:
+        def __init__(self):
+            weakref.finalize(self, lambda: released.add(threading.get_ident()))
+
+    def use():
+        held = Held()
+        return held is None
+
+    def look():
+        while not ended.is_set():
+            for stack in (*stacks_of_threads().values(), stack_of_main_thread()):
+                stack.local(len(stack.positions) - 1, "missing")
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        looker = threading.Thread(target=look)
+        looker.start()
+        until = time.monotonic() + 0.5
+        while time.monotonic() < until:
+            use()
+    finally:
+        ended.set()
+        looker.join()
+        sys.setswitchinterval(interval)
+    assert released == {threading.get_ident()}
+
+
+def test_a_stack_has_the_functions_of_a_thread_and_their_variables():
+    begun, ended = threading.Event(), threading.Event()
+
+    def inner(value):
+        begun.set()
+        ended.wait(60)
+        return value
+
+    def outer(value):
+        return inner([*value, 2])
+
+    thread = threading.Thread(target=outer, args=([1],))
+    thread.start()
+    begun.wait(60)
+    stack = stacks_of_threads()[thread.ident]
+    functions = [position.function for position in stack.positions]
+    depth = functions.index("inner")
+    assert functions[depth : depth + 2] == ["inner", "outer"]
+    position = stack.positions[depth]
+    assert (position.file, position.line) == (__file__, inner.__code__.co_firstlineno + 2)
+    assert [stack.local(depth + n, "value") for n in (0, 1)] == [[1, 2], [1]]
+    assert stack.local(depth, "missing") is None
+    ended.set()
+    thread.join()
+    assert stack.local(depth, "value") is None, "the thread has ended"
+    assert thread.ident not in stacks_of_threads()
+    here = stack_of_main_thread()
+    assert here.thread == threading.get_ident() not in stacks_of_threads()
+    names = [position.function for position in here.positions]
+    assert "test_a_stack_has_the_functions_of_a_thread_and_their_variables" in names
+    assert here.local(names.index("test_a_stack_has_the_functions_of_a_thread_and_their_variables"), "depth") == depth
+    assert gc.isenabled()

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,11 +31,11 @@ import torch.distributed as dist
 from fsdp2_strategy.distributed.out_of_memory import add_snapshot_note, snapshot_text
 from fsdp2_strategy.distributed.process_end import call_at_end
 from fsdp2_strategy.distributed.process_group import group_in_use, ranks_of
+from fsdp2_strategy.distributed.thread_stacks import Position, Stack, stack_of_main_thread
 from fsdp2_strategy.distributed.torch_internals import (
     default_store,
     is_of_default_store,
     is_profiling,
-    look_at_main_thread,
     process_groups,
 )
 from fsdp2_strategy.distributed.unusable_groups import check_groups
@@ -133,40 +134,30 @@ class Call:
     """The process group of a collective of torch; None for the default one, or if it is unknown."""
 
 
-def call_of(frame: Any) -> Call | None:
-    """Return the outermost call of this package that every rank must make, from a thread's innermost frame."""
-    found = None
-    while frame is not None:
-        if frame.f_code is _code_of_calls:
-            found = frame
-        frame = frame.f_back
-    return None if found is None else Call(found.f_locals["function"].__name__, _place_of(found.f_back))
+def call_of(stack: Stack) -> Call | None:
+    """Return the outermost call of this package that every rank must make, from a thread's stack."""
+    depths = [depth for depth, position in enumerate(stack.positions) if position.code is _code_of_calls]
+    function = stack.local(depths[-1], "function") if depths else None
+    return None if function is None else Call(function.__name__, _place_of(stack.positions[depths[-1] + 1 :]))
 
 
-def collective_of(frame: Any) -> Call | None:
-    """Return the collective of torch that a thread is in, from its innermost frame; None if it is in none."""
-    inner = group = None
-    for _ in range(8):
-        if frame is None:
-            return None
-        if frame.f_code.co_filename.endswith(_FILES_OF_COLLECTIVES):
-            inner, group = frame.f_code.co_name, frame.f_locals.get("group")
-            break
-        if "/torch/" not in frame.f_code.co_filename:
-            return None
-        frame = frame.f_back
-    while frame is not None and "/torch/" in frame.f_code.co_filename:
-        if frame.f_code.co_name not in ("wrapper", "inner"):
-            inner = frame.f_code.co_name
-        frame = frame.f_back
-    return None if inner is None else Call(inner, _place_of(frame), group)
+def collective_of(stack: Stack) -> Call | None:
+    """Return the collective of torch that a thread is in, from its stack; None if it is in none."""
+    of_torch = list(itertools.takewhile(lambda position: "/torch/" in position.file, stack.positions))
+    depth = next((d for d, each in enumerate(of_torch[:8]) if each.file.endswith(_FILES_OF_COLLECTIVES)), None)
+    if depth is None:
+        return None
+    inner = of_torch[depth].function
+    for position in of_torch[depth:]:
+        if position.function not in ("wrapper", "inner"):
+            inner = position.function
+    return Call(inner, _place_of(stack.positions[len(of_torch) :]), stack.local(depth, "group"))
 
 
-def _place_of(frame: Any) -> str:
-    """Return the line of the program that a frame belongs to, outside of this package and of torch."""
-    while frame is not None and _is_of_library(frame.f_code.co_filename):
-        frame = frame.f_back
-    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+def _place_of(positions: Iterable[Position]) -> str:
+    """Return the innermost line of the program, outside of this package and of torch."""
+    found = next((position for position in positions if not _is_of_library(position.file)), None)
+    return "" if found is None else f"{Path(found.file).name}:{found.line}"
 
 
 def _is_of_library(file: str) -> bool:
@@ -178,7 +169,8 @@ def collective_in_progress(ranks: Collection[int]) -> str | None:
 
     A trainer may also wait for processes that generate.
     """
-    found = look_at_main_thread(collective_of, None)
+    stack = stack_of_main_thread()
+    found = None if stack is None else collective_of(stack)
     if found is None or _is_elsewhere(found.group, ranks):
         return None
     return f"{found.name}, called at {found.place}" if found.place else found.name

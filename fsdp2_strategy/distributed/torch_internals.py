@@ -15,11 +15,8 @@ the unit is gathered.
 from __future__ import annotations
 
 import contextlib
-import gc
-import operator
 import sys
-import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -521,41 +518,8 @@ def broadcast_coalesced(group: dist.ProcessGroup, tensors: list[torch.Tensor], b
     dist._broadcast_coalesced(group, tensors, bucket_bytes, source)  # type: ignore[attr-defined]
 
 
-def look_at_threads(look: Callable[[Any], T], threads: Collection[int] | None = None) -> dict[int, T]:
-    """Return what ``look`` finds in the innermost frame of other threads (None: of all), by their identifiers.
-
-    Frames hold what their functions hold, such as models and activations, also after the functions have returned. So
-    they are released before this function returns: among them is its own frame, which would hold all of them until
-    Python collects garbage. ``look`` must not keep a frame.
-    """
-    frames = _frames_of_threads()
-    del frames[threading.get_ident()]
-    try:
-        return {thread: look(frames[thread]) for thread in list(frames) if threads is None or thread in threads}
-    finally:
-        frames.clear()
-
-
-def look_at_main_thread(look: Callable[[Any], T], otherwise: T) -> T:
-    """Return what ``look`` finds in the innermost frame of the main thread, ``otherwise`` if it has ended."""
-    main = threading.main_thread().ident or 0
-    if main == threading.get_ident():
-        return look(sys._getframe(1))
-    return look_at_threads(look, {main}).get(main, otherwise)
-
-
-def _frames_of_threads() -> dict[int, Any]:
-    """Return the innermost frame of each thread, by the thread's identifier.
-
-    In Python 3.11, garbage that is collected within ``sys._current_frames`` may wait forever for a lock which that call
-    holds (python/cpython#106883). So collection is off meanwhile. No other thread runs between these four functions,
-    because none is Python code.
-    """
-    steps: tuple[Callable[[], Any], ...] = (gc.isenabled, gc.disable, sys._current_frames, gc.enable)
-    was_enabled, _, frames, _ = map(operator.call, steps)
-    if not was_enabled:
-        gc.disable()
-    return cast("dict[int, Any]", frames)
+current_frames = sys._current_frames
+"""Return the innermost frame of each thread, by the thread's identifier; for `thread_stacks` only, which says why."""
 
 
 def sequence_number(group: Any) -> int:

@@ -35,12 +35,8 @@ from fsdp2_strategy.distributed.background_store import background_store
 from fsdp2_strategy.distributed.log import logger
 from fsdp2_strategy.distributed.lost_ranks import call_of, collective_of, report_key
 from fsdp2_strategy.distributed.process_group import ranks_of
-from fsdp2_strategy.distributed.torch_internals import (
-    flight_record,
-    look_at_main_thread,
-    look_at_threads,
-    sequence_number,
-)
+from fsdp2_strategy.distributed.thread_stacks import Stack, stack_of_main_thread, stacks_of_threads
+from fsdp2_strategy.distributed.torch_internals import flight_record, sequence_number
 
 _LIBRARIES = tuple({str(Path(__file__).parent.parent), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))})
 WAIT_WARNING_SECONDS = 60.0
@@ -153,14 +149,14 @@ class _WaitLog:
 
 def waits() -> dict[int, _Wait]:
     """Return what each other thread of this process waits in."""
-    found = look_at_threads(_wait_of)
+    found = {thread: _wait_of(stack) for thread, stack in stacks_of_threads().items()}
     return {thread: wait for thread, wait in found.items() if wait is not None}
 
 
-def _wait_of(frame: Any) -> _Wait | None:
-    """Return what a thread waits in, from its innermost frame."""
-    call = call_of(frame)
-    if (inner := collective_of(frame)) is not None:
+def _wait_of(stack: Stack) -> _Wait | None:
+    """Return what a thread waits in."""
+    call = call_of(stack)
+    if (inner := collective_of(stack)) is not None:
         group = inner.group if isinstance(inner.group, dist.ProcessGroup) else dist.group.WORLD
         ranks = ranks_of(group)
         if len(ranks) == 1:
@@ -171,24 +167,21 @@ def _wait_of(frame: Any) -> _Wait | None:
         return _Wait((text, sequence_number(group)), text, tuple(ranks))
     if call is None:
         return None
-    place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-    text = f"{call.name} (at {place}), called at {call.place}"
-    return _Wait((text, id(frame), frame.f_lasti), text, tuple(ranks_of(None)))
+    innermost = stack.positions[0]
+    text = f"{call.name} (at {Path(innermost.file).name}:{innermost.line}), called at {call.place}"
+    return _Wait((text, stack.innermost, innermost.instruction), text, tuple(ranks_of(None)))
 
 
 def position() -> str:
     """Return where the main thread is in the user's program, as text: "in train at train.py:12"."""
-    return look_at_main_thread(_position_of, "at its end")
-
-
-def _position_of(innermost: Any) -> str:
-    frame = innermost
-    while frame is not None and frame.f_code.co_filename.startswith((*_LIBRARIES, "<")):
-        frame = frame.f_back
-    frame = frame or innermost
-    call = call_of(innermost)
-    place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-    return f"in {call.name}, called at {place}" if call else f"in {frame.f_code.co_name} at {place}"
+    stack = stack_of_main_thread()
+    if stack is None:
+        return "at its end"
+    of_program = (each for each in stack.positions if not each.file.startswith((*_LIBRARIES, "<")))
+    found = next(of_program, stack.positions[0])
+    call = call_of(stack)
+    place = f"{Path(found.file).name}:{found.line}"
+    return f"in {call.name}, called at {place}" if call else f"in {found.function} at {place}"
 
 
 def reports_of(ranks: Sequence[int]) -> str:

@@ -1,10 +1,9 @@
 """Keep the frames of a thread, as a debugger or a profiler does."""
 
+import sys
 import threading
 from collections import deque
 from contextlib import contextmanager
-
-from fsdp2_strategy.distributed.torch_internals import look_at_threads
 
 
 @contextmanager
@@ -27,7 +26,10 @@ def keeping_frames():
 
     def look():
         while not ended.wait(0.001):
-            look_at_threads(keep)
+            frames = sys._current_frames()
+            del frames[threading.get_ident()]
+            for frame in frames.values():
+                keep(frame)
 
     thread = threading.Thread(target=look)
     thread.start()
