@@ -123,7 +123,7 @@ def _stacks(frames: Iterator[Any]) -> Iterator[Iterator[Any]]:
 def _read(frames: list[dict[int, Any]], *calls: Callable[[], object]) -> None:
     """Put the threads' frames into a list for as long as ``calls`` run; see [Note: frames of other threads]."""
     was_enabled: list[bool] = []
-    around = (
+    around: tuple[Callable[[], object], ...] = (
         functools.partial(was_enabled.extend, map(operator.call, (gc.isenabled,))),
         gc.disable,
         functools.partial(frames.extend, map(operator.call, (current_frames,))),
