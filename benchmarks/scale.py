@@ -240,6 +240,17 @@ def draw(result: dict, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def record(results: Path, base: dict[str, int], plan: str, found: list[dict], *, smoke: bool) -> dict:
+    """Write the entries of a plan, and keep those of other plans with the same base; return all."""
+    before = json.loads(results.read_text()) if results.exists() else {}
+    known = [e for e in before["ours"] if e["plan"] != plan] if before.get("base") == base else []
+    ours = sorted([*known, *found], key=lambda entry: [*LABELS].index(entry["plan"]))
+    result = {**harness.environment(smoke=smoke), "base": base, "ours": ours, "exponents": exponents(ours, base)}
+    result["dcp"] = before.get("dcp", [])
+    results.write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
 def main() -> None:
     parser = harness.parser_of(__doc__)
     parser.set_defaults(rounds=3)
@@ -252,22 +263,15 @@ def main() -> None:
     torch.set_num_threads(1)
     logging.getLogger("fsdp2_strategy").setLevel(logging.ERROR)
     base = {"ranks": args.base[0], "tensors": args.base[1], "step_tensors": min(STEP_TENSORS, args.base[1])}
-    ours = []
+    results = args.out / "scale.json"
     for plan in args.plans:
         pairs = [(base["ranks"], count) for count in args.tensors] + [(n, base["tensors"]) for n in args.ranks]
         if plan == "step":
             pairs = [(n, base["step_tensors"]) for n in args.ranks]
         measure(plan, min(args.ranks), min(30, *args.tensors), 1)  # Python and torch read modules at their first use
-        ours += [measure(plan, ranks, count, args.rounds) for ranks, count in dict.fromkeys(pairs)]
-    dcp = [measure_dcp(ranks, min(args.tensors), args.rounds) for ranks in args.dcp]
-    results = args.out / "scale.json"
-    before = json.loads(results.read_text()) if results.exists() else {}
-    if before.get("base") == base:  # keep the plans that were not run
-        ours = [entry for entry in before["ours"] if entry["plan"] not in args.plans] + ours
-        ours.sort(key=lambda entry: [*LABELS].index(entry["plan"]))
-        dcp = dcp or before["dcp"]
-    result = {**harness.environment(smoke=args.smoke), "base": base, "ours": ours, "dcp": dcp}
-    result["exponents"] = exponents(ours, base)
+        found = [measure(plan, ranks, count, args.rounds) for ranks, count in dict.fromkeys(pairs)]
+        result = record(results, base, plan, found, smoke=args.smoke)
+    result["dcp"] = [measure_dcp(n, min(args.tensors), args.rounds) for n in args.dcp] or result["dcp"]
     results.write_text(json.dumps(result, indent=1) + "\n")
     draw(result, args.out / "scale.png")
     print(tables(result))
