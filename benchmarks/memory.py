@@ -352,6 +352,11 @@ def summaries(measured: dict) -> dict:
     return entry
 
 
+def origin_of(entry: dict) -> dict[str, str]:
+    """Return when and how an entry, or a part of it, was measured."""
+    return {name: entry[name] for name in ("command", "commit", "date")}
+
+
 def main() -> None:
     parser = harness.parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=max(2, torch.accelerator.device_count()))
@@ -365,11 +370,12 @@ def main() -> None:
     finally:
         shutil.rmtree(args.dir, ignore_errors=True)
     facts = {"ranks": args.ranks, "micro_batches": args.micro_batches, **harness.environment(smoke=args.smoke)}
-    entry = {**facts, **summaries(measured)}
+    entry = {**facts, **summaries(measured), "measured": dict.fromkeys(args.parts, origin_of(facts))}
     results = args.out / "memory.json"
-    for before in json.loads(results.read_text()) if results.exists() else []:  # of the parts that were not run
+    for before in json.loads(results.read_text()) if results.exists() else []:  # keep the parts that were not run
         if (before["ranks"], before["hardware"]) == (entry["ranks"], entry["hardware"]):
-            entry = {**before, **entry}
+            known = before.get("measured") or {part: origin_of(before) for part in PARTS if part in before}
+            entry = {**before, **entry, "measured": {**known, **entry["measured"]}}
     harness.merge(results, entry, ("ranks", "hardware"))
     if "peaks" in args.parts:
         draw(entry, args.out / "memory.png")
