@@ -3,7 +3,7 @@
     python benchmarks/memory.py [--ranks 2] [--rounds 7] [--parameters 200] [--parts peaks moves accumulation]
                                 [--dir DIR] [--out DIR] [--smoke]
 
-A Llama of 0.4 billion fp32 parameters after a step of AdamW is saved, loaded, exported, streamed, offloaded and
+A Llama of 0.16 billion fp32 parameters after a step of AdamW is saved, loaded, exported, streamed, offloaded and
 reloaded. For each operation, the peak of host memory of the worst rank, in addition to what it holds before, is given
 beside its bound; see `peaks`. Values are compared each time.
 
@@ -207,14 +207,21 @@ def accumulation(
     return found
 
 
+def peaks_config(*, smoke: bool) -> LlamaConfig:
+    """Configure a Llama of 0.16 billion parameters, so that a shard is much larger than the buffers; or a tiny one."""
+    config = harness.llama_config("0.4", smoke=smoke)
+    config.num_hidden_layers = min(6, config.num_hidden_layers)
+    return config
+
+
 def host_peaks(options: dict) -> dict:
     """Measure the peak of host memory of each operation; every round begins with the same memory."""
     folder = Path(options["dir"])
-    warm_up = peaks.Trained.of(harness.llama_config("0.4", smoke=True))
+    warm_up = peaks.Trained.of(peaks_config(smoke=True))
     for operation in peaks.operations(warm_up, folder / "warm").values():  # Python and torch read modules
         peaks.run(operation)
     del warm_up, operation
-    trained = peaks.Trained.of(harness.llama_config("0.4", smoke=options["smoke"]))
+    trained = peaks.Trained.of(peaks_config(smoke=options["smoke"]))
     operations = peaks.operations(trained, folder)
     found: dict = {name: [] for name in operations}
     for _ in range(options["rounds"]):
