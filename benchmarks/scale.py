@@ -15,7 +15,6 @@ are slopes of the logarithms. Writes scale.json and scale.png, prints tables; ``
 results of the others. `--smoke` runs everything in seconds, with few ranks and tensors.
 """
 
-import gc
 import json
 import logging
 import math
@@ -61,7 +60,6 @@ def measure(name: str, ranks: int, count: int, rounds: int) -> dict:
     plan = scale_plans.whole_step if name == "step" else PLANS[name]
     with tempfile.TemporaryDirectory(prefix="scale-") as folder:
         call = plan(ranks, count, Path(folder))
-        gc.collect()
         first = scale_plans.measure(call, counts_calls=True)
         timed = [scale_plans.measure(call, counts_calls=False) for _ in range(1 if count >= MANY_TENSORS else rounds)]
     return {

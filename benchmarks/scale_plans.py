@@ -10,6 +10,7 @@ to measure. Each call checks its result, outside of what is counted.
 
 import contextlib
 import cProfile
+import gc
 import os
 import pickle
 import sys
@@ -164,8 +165,13 @@ def measure(call: Callable[[Cost, Meter], None], *, counts_calls: bool) -> Cost:
     """Run a call that a plan returned; count its calls, or else measure its processor time."""
     cost = Cost()
     meter = Meter(cost, counts_calls=counts_calls)
-    with exchange(cost):
-        call(cost, meter)
+    gc.collect()
+    gc.freeze()  # else the garbage collector would look at the model again and again
+    try:
+        with exchange(cost):
+            call(cost, meter)
+    finally:
+        gc.unfreeze()
     return cost
 
 
