@@ -324,7 +324,7 @@ def draw(entry: dict, path: Path) -> None:
     held = entry["peaks"]["weights_bytes"] / 1e6, entry["peaks"]["state_bytes"] / 1e6
     axes.set_yticks(rows, found, fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.5 * max(*values, *bounds))
+    axes.set_xlim(0, 1.65 * max(*values, *bounds))
     axes.tick_params(axis="x", labelsize=8)
     axes.set_xlabel("MB of host memory, in addition to what the rank holds", fontsize=8)
     title = f"{entry['ranks']} ranks, each with {held[0]:.0f} MB of weights and {held[1]:.0f} MB of optimizer state"
