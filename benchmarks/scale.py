@@ -175,10 +175,10 @@ def tables(result: dict) -> str:
     for plan in result["exponents"]:
         cells = []
         for by in ("tensors", "ranks"):
-            if found := series(entries, plan, by, base):
-                cells.append(f"{found[-1]['python_calls']:,}, {statistics.median(found[-1]['seconds']):.2f} s")
-            else:  # a step
-                cells.append("")
+            found = series(entries, plan, by, base)
+            cells.append(f"{found[-1]['python_calls']:,}, {statistics.median(found[-1]['seconds']):.2f} s")
+            if plan == "step":
+                cells[-1] += f" ({found[-1]['tensors']} tensors)"
         cells += [f"{found[-1]['rounds']}", f"{found[-1]['received_bytes'] / 1e3:,.1f}"]
         lines.append(f"| {LABELS[plan]} | {' | '.join(cells)} |")
     lines += ["", "| the coordinator of a save: ranks | tensors | received, kB | checksum manifest of a rank, kB "]
@@ -211,7 +211,7 @@ def draw(result: dict, path: Path) -> None:
         ("ranks", "seconds", f"seconds of processor time\nfor {base['tensors']:,} tensors"),
         ("ranks", "received_bytes", f"bytes that a rank receives\nfor {base['tensors']:,} tensors"),
     ]
-    colors = dict(zip(result["exponents"], plt.get_cmap("tab10").colors, strict=False))
+    colors = dict(zip(LABELS, (*plt.get_cmap("tab10").colors, "#000000"), strict=True))
     for axes, (by, name, title) in zip(grid, panels, strict=True):
         for plan, color in colors.items():
             found = [e for e in series(entries, plan, by, base) if QUANTITIES[name](e) > 0]
