@@ -1,6 +1,11 @@
-"""Measure offload and reload, compared with plain copies, and the cost of each mode of gradient accumulation.
+"""Measure peaks of host memory beside their bounds, offload and reload, and modes of gradient accumulation.
 
-    python benchmarks/memory.py [--ranks 2] [--rounds 7] [--parameters 200] [--out DIR] [--smoke]
+    python benchmarks/memory.py [--ranks 2] [--rounds 7] [--parameters 200] [--parts peaks moves accumulation]
+                                [--dir DIR] [--out DIR] [--smoke]
+
+A Llama of 0.16 billion fp32 parameters after a step of AdamW is saved, loaded, exported, streamed, offloaded and
+reloaded. For each operation, the peak of host memory of the worst rank, in addition to what it holds before, is given
+beside its bound; see `peaks`. Values are compared each time.
 
 The AdamW state of a model with the given millions of parameters is offloaded and reloaded, in turns with copies of the
 same bytes into new memory (pinned if there is an accelerator), which keep or free their sources; all values are
@@ -8,15 +13,21 @@ compared each time. Without an accelerator, ours copies nothing, so a second con
 memory that is as new as that of the others. After that, one
 optimizer step of 8 micro-batches in each mode of accumulation, with all ranks as one shard group and, with at least 4
 ranks, in groups of two (HSDP): seconds, bytes that a rank passes to collectives, peak memory; the modes' gradient norms
-must agree. Writes memory.json, prints tables. `--smoke` runs everything in seconds, with tiny models on 4 ranks.
+must agree.
+
+Writes memory.json and memory.png, prints tables. `--smoke` runs everything in seconds, with tiny models on 4 ranks.
 """
 
+import json
+import shutil
 import statistics
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from unittest.mock import patch
 
 import harness
+import peaks
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -196,17 +207,66 @@ def accumulation(
     return found
 
 
+def peaks_config(*, smoke: bool) -> LlamaConfig:
+    """Configure a Llama of 0.16 billion parameters, so that a shard is much larger than the buffers; or a tiny one."""
+    config = harness.llama_config("0.4", smoke=smoke)
+    config.num_hidden_layers = min(6, config.num_hidden_layers)
+    return config
+
+
+def host_peaks(options: dict) -> dict:
+    """Measure the peak of host memory of each operation; every round begins with the same memory."""
+    folder = Path(options["dir"])
+    warm_up = peaks.Trained.of(peaks_config(smoke=True))
+    for operation in peaks.operations(warm_up, folder / "warm").values():  # Python and torch read modules
+        peaks.run(operation)
+    del warm_up, operation
+    trained = peaks.Trained.of(peaks_config(smoke=options["smoke"]))
+    operations = peaks.operations(trained, folder)
+    found: dict = {name: [] for name in operations}
+    for _ in range(options["rounds"]):
+        for name, operation in operations.items():
+            found[name].append(peaks.run(operation))
+    return {
+        "weights_bytes": trained.weights_bytes,
+        "state_bytes": trained.state_bytes,
+        "operations": {
+            name: {"bound_bytes": each.bound_bytes, "formula": each.formula, "turns": found[name]}
+            for name, each in operations.items()
+        },
+    }
+
+
 def work(rank: int, options: dict) -> None:
     harness.init_rank(rank, options)
-    result = {"moves": offloads(options["rounds"], options["parameters"])}
+    result: dict = {}
+    if "peaks" in options["parts"]:
+        result["peaks"] = host_peaks(options)
+    if "moves" in options["parts"]:
+        result["moves"] = offloads(options["rounds"], options["parameters"])
     sizes = [-1, 2] if options["ranks"] >= 4 else [-1]
-    result["accumulation"] = {
-        str(size): accumulation(options, size, config_of(smoke=options["smoke"])) for size in sizes
-    }
+    if "accumulation" in options["parts"]:
+        result["accumulation"] = {
+            str(size): accumulation(options, size, config_of(smoke=options["smoke"])) for size in sizes
+        }
     harness.finish(rank, options, result)
 
 
-def table(entry: dict) -> str:
+def peaks_table(entry: dict) -> str:
+    found = entry["peaks"]
+    sizes = (found["weights_bytes"] / 1e6, found["state_bytes"] / 1e6)
+    lines = [f"{sizes[0]:.0f} MB of weights and {sizes[1]:.0f} MB of optimizer state per rank, {entry['ranks']} ranks"]
+    lines += ["", "| operation | peak, MB | bound, MB | the bound is |", "|---|---|---|---|"]
+    for name, facts in found["operations"].items():
+        if "error" in facts:
+            lines.append(f"| {name} | {facts['error']} | | |")
+            continue
+        peak, bound = facts["peak_bytes"] / 1e6, facts["bound_bytes"] / 1e6
+        lines.append(f"| {name} | {peak:.0f} | {bound:.0f} | {facts['formula']} |")
+    return "\n".join(lines)
+
+
+def moves_table(entry: dict) -> str:
     nbytes = entry["bytes_of_a_rank"]
     lines = [f"AdamW's state, {nbytes / 1e9:.2f} GB per rank, {entry['ranks']} ranks, {entry['hardware']}", ""]
     lines += ["| | s: median (min - max) | GB/s per rank | extra memory, MB | time / bare copy |"]
@@ -223,8 +283,11 @@ def table(entry: dict) -> str:
             peak = facts["peak_bytes"] / 1e6
             times = harness.format_times(facts["seconds"])
             lines.append(f"| {kind}: {name} | {times} | {gb_per_second:.2f} | {peak:.0f} | {text} |")
-    head = f"accumulation of {entry['micro_batches']}"
-    lines += ["", f"| {head} | seconds per step: median (min - max) "]
+    return "\n".join(lines)
+
+
+def accumulation_table(entry: dict) -> str:
+    lines = [f"| accumulation of {entry['micro_batches']} | seconds per step: median (min - max) "]
     lines[-1] += "| gathered, MB | reduce-scattered, MB | all-reduced, MB | peak memory, MB |"
     lines += ["|---|---|---|---|---|---|"]
     for size, modes in entry["accumulation"].items():
@@ -240,29 +303,90 @@ def table(entry: dict) -> str:
     return "\n".join(lines)
 
 
+def draw(entry: dict, path: Path) -> None:
+    """Draw a bar for the peak of each operation, and a line where its bound is."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
+    found = {name: facts for name, facts in entry["peaks"]["operations"].items() if "error" not in facts}
+    figure, axes = plt.subplots(figsize=(9.0, 3.8), layout="constrained")
+    rows = range(len(found))
+    bounds = [facts["bound_bytes"] / 1e6 for facts in found.values()]
+    values = [facts["peak_bytes"] / 1e6 for facts in found.values()]
+    bars = axes.barh(rows, values, color="#1f6fb4", label="peak of the worst rank")
+    axes.vlines(bounds, [row - 0.4 for row in rows], [row + 0.4 for row in rows], color="#c0392b", label="bound")
+    for bar, value, bound, facts in zip(bars, values, bounds, found.values(), strict=True):
+        at = max(value, bound) + 0.01 * max(*values, *bounds)
+        axes.text(at, bar.get_y() + bar.get_height() / 2, f"{value:.0f}, bound {bound:.0f}: {facts['formula']}",
+                  va="center", fontsize=7)  # fmt: skip
+    held = entry["peaks"]["weights_bytes"] / 1e6, entry["peaks"]["state_bytes"] / 1e6
+    axes.set_yticks(rows, found, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.65 * max(*values, *bounds))
+    axes.tick_params(axis="x", labelsize=8)
+    axes.set_xlabel("MB of host memory, in addition to what the rank holds", fontsize=8)
+    title = f"{entry['ranks']} ranks, each with {held[0]:.0f} MB of weights and {held[1]:.0f} MB of optimizer state"
+    axes.set_title(harness.SMOKE_TITLE if entry["smoke"] else title, fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, frameon=False, loc="lower right")
+    figure.savefig(path, dpi=120)
+
+
+PARTS = {"peaks": peaks_table, "moves": moves_table, "accumulation": accumulation_table}
+"""The parts of the benchmark, and the function that formats the result of each."""
+
+
+def summaries(measured: dict) -> dict:
+    """Replace the turns of all parts by their summaries."""
+    entry: dict = {}
+    if "peaks" in measured:
+        found = measured["peaks"]["operations"]
+        operations = {name: {**facts, **harness.summary(facts.pop("turns"))} for name, facts in found.items()}
+        entry["peaks"] = {**measured["peaks"], "operations": operations}
+    if "moves" in measured:
+        entry["bytes_of_a_rank"] = measured["moves"]["bytes_of_a_rank"]
+        entry["moves"] = {
+            kind: {name: harness.summary(turns) for name, turns in contestants.items()}
+            for kind, contestants in measured["moves"]["results"].items()
+        }
+    if "accumulation" in measured:
+        entry["accumulation"] = {
+            size: {mode: {**facts, **harness.summary(facts.pop("turns"))} for mode, facts in modes.items()}
+            for size, modes in measured["accumulation"].items()
+        }
+    return entry
+
+
+def origin_of(entry: dict) -> dict[str, str]:
+    """Return when and how an entry, or a part of it, was measured."""
+    return {name: entry[name] for name in ("command", "commit", "date")}
+
+
 def main() -> None:
     parser = harness.parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=max(2, torch.accelerator.device_count()))
-    parser.add_argument("--parameters", type=float, default=200, help="millions of parameters")
+    parser.add_argument("--parameters", type=float, default=200, help="millions of parameters of offload and reload")
     parser.add_argument("--micro-batches", type=int, default=8, help="micro-batches per step")
-    args = harness.parse(parser, smoke={"ranks": 4, "parameters": 0.05, "micro_batches": 2})
-    measured = harness.run_on_ranks(work, vars(args))
-    entry = {
-        "ranks": args.ranks,
-        "micro_batches": args.micro_batches,
-        **harness.environment(smoke=args.smoke),
-        "bytes_of_a_rank": measured["moves"]["bytes_of_a_rank"],
-    }
-    entry["moves"] = {
-        kind: {name: harness.summary(turns) for name, turns in contestants.items()}
-        for kind, contestants in measured["moves"]["results"].items()
-    }
-    entry["accumulation"] = {
-        size: {mode: {**facts, **harness.summary(facts.pop("turns"))} for mode, facts in modes.items()}
-        for size, modes in measured["accumulation"].items()
-    }
-    harness.merge(args.out / "memory.json", entry, ("ranks", "hardware"))
-    print(table(entry))
+    parser.add_argument("--parts", nargs="+", default=[*PARTS], choices=[*PARTS])
+    smoke = {"ranks": 4, "parameters": 0.05, "micro_batches": 2}
+    args = harness.parse(parser, smoke=smoke, scratch_folders={"dir": Path("/dev/shm/memory-benchmark")})
+    try:
+        measured = harness.run_on_ranks(work, vars(args))
+    finally:
+        shutil.rmtree(args.dir, ignore_errors=True)
+    facts = {"ranks": args.ranks, "micro_batches": args.micro_batches, **harness.environment(smoke=args.smoke)}
+    entry = {**facts, **summaries(measured), "measured": dict.fromkeys(args.parts, origin_of(facts))}
+    results = args.out / "memory.json"
+    for before in json.loads(results.read_text()) if results.exists() else []:  # keep the parts that were not run
+        if (before["ranks"], before["hardware"]) == (entry["ranks"], entry["hardware"]):
+            known = before.get("measured") or {part: origin_of(before) for part in PARTS if part in before}
+            entry = {**before, **entry, "measured": {**known, **entry["measured"]}}
+    harness.merge(results, entry, ("ranks", "hardware"))
+    if "peaks" in args.parts:
+        draw(entry, args.out / "memory.png")
+    print("\n\n".join(PARTS[part](entry) for part in args.parts))
 
 
 if __name__ == "__main__":

@@ -22,14 +22,14 @@ import harness
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "benchmarks"
 NEEDS = {"lerobot": ("av", "pyarrow"), "trainer": ("accelerate",)}
-DRAWN = {"checkpoint", "grpo_bytes", "logprob", "rollout", "scale", "stall", "step", "weights"}
+DRAWN = {"checkpoint", "grpo_bytes", "logprob", "memory", "rollout", "scale", "stall", "step", "weights"}
 BENCHMARKS = sorted(
     {path.stem for path in SCRIPTS.glob("*.py")}
-    - {"bare", "harness", "pictures"}
+    - {"bare", "harness", "peaks", "pictures", "scale_plans"}
     - {"gpu", "gpu_measuring", "gpu_parts"}
 )
-"""All scripts but the two modules that they share, gpu.py and its modules, which have a test file of their own, and the
-script that draws recorded results."""
+"""All scripts but the modules that they and tests share, gpu.py and its modules, which have a test file of their own,
+and the script that draws recorded results."""
 
 
 def in_the_repository() -> dict[Path, int]:

@@ -17,6 +17,7 @@ directories that this package made are deleted; links and other directories with
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Thread
@@ -176,11 +177,11 @@ def commit(
     save_dir, final = partial.root.parent, partial.root.with_name(tag)
     for path in shared_files(partial):  # each rank has already fsynced its own files in the per-rank folders
         fsync(path)
-    files = sorted(path for path in partial.root.rglob("*") if path.is_file())
-    checksums = [partial.rank_file(CHECKSUMS, rank) for rank in range(len(digests))]
+    folders, files = _walk(partial.root)
+    checksums = partial.rank_names(CHECKSUMS, len(digests))
     if unseen := {*checksums} - {*files}:
         raise CheckpointError(
-            f"cannot commit {final}: rank 0 does not see {partial.name_of(min(unseen))}, which another rank wrote "
+            f"cannot commit {final}: rank 0 does not see {min(unseen)}, which another rank wrote "
             f"({len(unseen)} of {len(checksums)} such files are missing), expected one directory for all ranks. Save "
             "into a file system that all hosts share."
         )
@@ -197,15 +198,15 @@ def commit(
         "sequence": sequence,
         "tag": tag,
         **entries,
-        "files": {partial.name_of(path): path.stat().st_size for path in files},
-        "checksums": {partial.name_of(path): digest for path, (digest, _) in zip(checksums, digests, strict=True)},
+        "files": files,
+        "checksums": {name: digest for name, (digest, _) in zip(checksums, digests, strict=True)},
     }
     if key is not None:
-        sha256 = {partial.name_of(path): digest for path, (_, digest) in zip(checksums, digests, strict=True)}
+        sha256 = {name: digest for name, (_, digest) in zip(checksums, digests, strict=True)}
         manifest[SIGNATURE] = signature_of(manifest, sha256, key)
     write_json(partial.manifest, manifest | {"digest": digest_of_manifest(manifest)})
-    for directory in [*(path for path in partial.root.rglob("*") if path.is_dir()), partial.root]:
-        fsync(directory)
+    for folder in [*folders, partial.root]:
+        fsync(folder)
     replaced = hide(final, tag, REPLACED) if exists(final, follow_symlinks=False) else None
     try:
         partial.root.rename(final)
@@ -214,6 +215,23 @@ def commit(
             replaced.rename(final)
         raise
     fsync(save_dir)
+
+
+def _walk(root: Path) -> tuple[list[Path], dict[str, int]]:
+    """Return the folders in a directory, and the sizes of its files by their sorted names; there may be many."""
+    folders: list[Path] = []
+    found: list[tuple[list[str], int]] = []
+    waiting = [(root, "")]
+    while waiting:
+        folder, prefix = waiting.pop()
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.is_dir():
+                    folders.append(folder / entry.name)
+                    waiting += [] if entry.is_symlink() else [(folders[-1], f"{prefix}{entry.name}/")]
+                elif entry.is_file():
+                    found.append((f"{prefix}{entry.name}".split("/"), entry.stat().st_size))
+    return folders, {"/".join(parts): size for parts, size in sorted(found)}
 
 
 def delete_replaced(save_dir: Path, tag: str) -> None:

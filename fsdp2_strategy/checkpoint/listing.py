@@ -271,7 +271,7 @@ def extra_entries(path: Path, files: Iterable[str]) -> list[str]:
                 name = prefix + entry.name
                 if name in folders and entry.is_dir(follow_symlinks=False):
                     yield from walk(folder / entry.name, f"{name}/")
-                elif name not in own | folders:
+                elif name not in own and name not in folders:
                     is_folder = entry.is_dir(follow_symlinks=False)
                     if not is_folder or names_in(folder / entry.name):  # a save also makes folders without files
                         yield f"{name}/" if is_folder else name

@@ -133,6 +133,11 @@ class CheckpointPaths:
         """Return the path of a rank's file; ``folder`` is the name of a folder with one file per rank."""
         return self.state / folder / f"rank{rank:05d}.{'json' if folder == CHECKSUMS else 'safetensors'}"
 
+    def rank_names(self, folder: str, ranks: int) -> list[str]:
+        """Return the names in the manifest of the files of that many ranks; see `rank_file`."""
+        before, _, after = self.name_of(self.rank_file(folder, 0)).rpartition("rank00000")
+        return [f"{before}rank{rank:05d}{after}" for rank in range(ranks)]
+
     def name_of(self, path: Path) -> str:
         """Return a file's name in the manifest."""
         return path.relative_to(self.root).as_posix()

@@ -93,12 +93,14 @@ class Opened:
 
     def check_headers(self) -> None:
         """Check all safetensors headers and their checksums, and those of the indexes."""
-        for name, size in self.manifest["files"].items():
+        per_rank = tuple(f"{self.paths.name_of(folder)}/" for folder in self.paths.per_rank_folders)
+        shared = (name for name in self.manifest["files"] if not name.startswith(per_rank))
+        for name in shared:
             path = self.paths.root / name
             if path.name.endswith(".safetensors.index.json"):
                 self.read(path, INDEX_BYTES)
-            if path.suffix == ".safetensors" and path.parent not in self.paths.per_rank_folders:
-                self._check_header(path, size)
+            if path.suffix == ".safetensors":
+                self._check_header(path, self.manifest["files"][name])
 
     def _check_header(self, path: Path, size: int) -> None:
         try:
@@ -165,7 +167,7 @@ def check_structure(path: Path, key: bytes | None = None) -> dict[str, Any]:
                 )
     except OSError as error:
         raise DamageError(f"cannot read {error.filename}: {error.strerror}. Load another checkpoint.") from error
-    expected = [paths.name_of(paths.rank_file(CHECKSUMS, rank)) for rank in range(len(manifest["checksums"]))]
+    expected = paths.rank_names(CHECKSUMS, len(manifest["checksums"]))
     if list(manifest["checksums"]) != expected or not manifest["files"].keys() >= {*expected}:
         raise damage(paths.manifest, "its content is invalid: it does not list one checksum manifest per rank")
     return manifest

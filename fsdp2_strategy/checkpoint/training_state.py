@@ -152,13 +152,15 @@ def optimizer_tensors(
 def optimizer_hyper(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
     """Return, as JSON, an optimizer's hyper-parameters and the state values that are not tensors, by parameter name."""
     settings: list[dict[str, Any]] = []
+    indices: dict[object, int] = {}
     of_parameter: dict[str, int] = {}
     for group in optimizer.param_groups:
         own = {key: as_json_values(value) for key, value in group.items() if key not in IMPLEMENTATION}
-        if own not in settings:
+        index = indices.setdefault(_hashable(own), len(settings))
+        if index == len(settings):
             settings.append(own)
-        index = settings.index(own)
-        of_parameter |= {_name_of(p, names): index for p in group["params"]}
+        for parameter in group["params"]:
+            of_parameter[_name_of(parameter, names)] = index
     values = {
         name: non_tensors
         for name, state in _named_state(optimizer, names).items()
@@ -170,6 +172,15 @@ def optimizer_hyper(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str,
         "of_parameter": of_parameter,
         "values": as_json_values(values),
     }
+
+
+def _hashable(value: Any) -> object:
+    """Return an object that equals those of equal JSON values, and can be a key."""
+    if isinstance(value, dict):
+        return frozenset((key, _hashable(each)) for key, each in value.items())
+    if isinstance(value, list):
+        return tuple(map(_hashable, value))
+    return value if isinstance(value, str | int | float | None) else repr(value)  # `check_json` refuses it
 
 
 def check_optimizer(model: nn.Module, optimizer: Optimizer, hyper: Mapping[str, Any], *, strict: bool) -> None:

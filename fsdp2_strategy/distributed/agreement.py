@@ -133,9 +133,10 @@ def check_equal(action: str, value: object, error: type[FSDP2StrategyError], exp
     """Raise on every rank if the ``repr`` of a value differs between ranks; collective; ``expected`` ends the text."""
     digest = hashlib.sha256(repr(value).encode()).digest()
     own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(control_device())
-    digests = [torch.empty_like(own) for _ in range(world_size())]
-    run_noted("compares values with the other ranks", lambda: dist.all_gather(digests, own, group=group_in_use()))
-    different = [number for number, other in enumerate(digests) if not torch.equal(other, digests[0])]
+    digests = own.new_empty(world_size(), len(own))
+    rows = list(digests)
+    run_noted("compares values with the other ranks", lambda: dist.all_gather(rows, own, group=group_in_use()))
+    different = (digests != digests[0]).any(dim=1).nonzero().flatten().tolist()  # one call for all ranks
     if different:
         raise error(f"cannot {action}: ranks {different} differ from rank 0, expected {expected}")
 

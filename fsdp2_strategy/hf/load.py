@@ -9,6 +9,7 @@ memory, ranks read in parallel and broadcast to replicas, and tensors that no fi
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -277,6 +278,7 @@ def _check_replaced(
 ) -> None:
     """Raise if a tensor in the place of a pretrained one was made on meta after the block: it may be a lost copy."""
     paths = {module: path for path, module in root.named_modules()}
+    parameters_of = functools.cache(lambda origin: dict(origin.named_parameters(remove_duplicate=False)))
     for target in targets:
         if target.origin is not None or target.regions or not is_uninitialised(target.tensor):
             continue
@@ -285,9 +287,7 @@ def _check_replaced(
             origin, place = known.get(root.get_submodule(parent), (None, ""))
             if origin is None or recorded_tensor(module, key) is not None:
                 continue
-            replaced = dict(origin.model.named_parameters(remove_duplicate=False)).get(
-                ".".join(filter(None, (place, child, key)))
-            )
+            replaced = parameters_of(origin.model).get(".".join(filter(None, (place, child, key))))
             if replaced is not None and replaced.shape == target.tensor.shape:
                 raise CheckpointError(
                     f"cannot load {target.name}: it was made on meta after the init_on_meta block, and has taken the "

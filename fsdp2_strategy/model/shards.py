@@ -109,12 +109,9 @@ def shard_group_of(tensor: torch.Tensor) -> ShardGroup | None:
     if not axes:
         return None
     own = [mesh.get_local_rank(axis) for axis in range(mesh.ndim)]
-    coordinate_of = {}
-    for along in itertools.product(*(range(mesh.size(axis)) for axis in axes)):
-        coordinate = list(own)
-        for axis, index in zip(axes, along, strict=True):
-            coordinate[axis] = index
-        coordinate_of[int(mesh.mesh[tuple(coordinate)])] = tuple(coordinate)
+    members = mesh.mesh[tuple(slice(None) if axis in axes else own[axis] for axis in range(mesh.ndim))]
+    along = itertools.product(*(range(mesh.size(axis)) if axis in axes else (own[axis],) for axis in range(mesh.ndim)))
+    coordinate_of = dict(zip(members.flatten().tolist(), along, strict=True))
     group = mesh.get_group(axes[0]) if len(axes) == 1 else group_of(sorted(coordinate_of))
     placement = tensor.placements[axes[0]]
     dim = placement.dim % tensor.ndim if len(axes) == 1 and isinstance(placement, Shard) else None

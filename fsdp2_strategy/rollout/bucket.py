@@ -18,7 +18,7 @@ full tensor is copied. If several axes of a mesh split a tensor, each shard is c
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -46,11 +46,19 @@ class Route:
     """The group whose rank 0 broadcasts the values, if values may differ between ranks; otherwise None."""
     is_gathered_alone: bool = False
     """Whether the tensor has a collective of its own, because tensors that are needed with it have other routes."""
+    _shards: dict[torch.Size, list[LocalShard]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def group(self) -> Any:
         """The group of ``holders``, or None."""
         return None if self.holders is None else self.holders.group
+
+    def shards(self, tensor: torch.Tensor) -> list[LocalShard]:
+        """Return the elements of a sharded tensor that each rank holds; tensors of one shape share the result."""
+        assert self.holders is not None
+        if tensor.shape not in self._shards:
+            self._shards[tensor.shape] = self.holders.shards(tensor)
+        return self._shards[tensor.shape]
 
     @cached_property
     def ranks(self) -> int:
@@ -87,10 +95,10 @@ class Part:
     dtype: torch.dtype
     route: Route
 
-    @cached_property
-    def shards(self) -> list[LocalShard]:
-        """The elements of the tensor that each rank of the route holds; empty if the tensor is not sharded."""
-        return self.route.holders.shards(self.tensor) if self.route.holders else []
+    @property
+    def _is_split_otherwise(self) -> bool:
+        """Whether the tensor is split in another way than in chunks of equal length along one dimension."""
+        return self.route.holders is not None and self.route.holders.dim is None
 
     @property
     def _dim(self) -> int | None:
@@ -103,8 +111,8 @@ class Part:
         shape = list(self.tensor.shape)
         if self._dim is not None:
             shape[self._dim] = -(-shape[self._dim] // self.route.ranks)
-        elif self.shards:
-            shape = [max(prod(shard.shape) for shard in self.shards)]
+        elif self._is_split_otherwise:
+            shape = [max(prod(shard.shape) for shard in self.route.shards(self.tensor))]
         return shape
 
     @cached_property
@@ -118,7 +126,7 @@ class Part:
         target = self._values_in(row)
         if local.device != target.device:  # cast first: fewer bytes are copied to the device
             local = local.to(self.dtype)
-        if self.shards and self._dim is None:
+        if self._is_split_otherwise:
             local = local.reshape(-1)
         for dim, length in enumerate(local.shape):
             target = target.narrow(dim, 0, length) if length != target.shape[dim] else target
@@ -127,13 +135,13 @@ class Part:
     def read(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the full tensor from the part's slice of all rows: contiguous, and a view if possible."""
         chunks = self._values_in(rows)
-        if not self.shards:
+        if self.route.holders is None:
             return chunks[0]
         if (dim := self._dim) is not None:
             together = chunks.movedim(0, dim).flatten(dim, dim + 1)
             return together.narrow(dim, 0, self.tensor.shape[dim]).contiguous()
         full = chunks.new_empty(self.tensor.shape)
-        for shard, chunk in zip(self.shards, chunks, strict=True):
+        for shard, chunk in zip(self.route.shards(self.tensor), chunks, strict=True):
             shard.copy_to(full, chunk[: prod(shard.shape)].view(shard.shape))
         return full
 

@@ -226,9 +226,9 @@ def _read(
 
 def _in_full_tensor(positions: torch.Tensor, part: Part, number: int) -> torch.Tensor:
     """Return the positions in the full tensor, flattened, of positions in the flattened shard of a rank."""
-    if not part.shards:
+    if part.route.holders is None:
         return positions
-    shard, strides = part.shards[number], row_major(part.tensor.shape)
+    shard, strides = part.route.shards(part.tensor)[number], row_major(part.tensor.shape)
     if shard.is_row_range:
         return positions + (shard.ranges[0][0][0] * strides[0] if shard.ranges[0] else 0)
     found = torch.zeros_like(positions)

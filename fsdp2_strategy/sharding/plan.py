@@ -28,9 +28,10 @@ Inputs of its forward are cast to this dtype as for a unit, and outputs to the c
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -421,6 +422,8 @@ def _split_by_dtype(
     for owner in dtypes:
         for unit in tree.units_around(owner, kinds):
             owners_in[unit].append(owner)
+    tied_owners = {} if precision.half else _tied_owners(tree)
+    dtypes_in = functools.cache(lambda module: frozenset(dtypes[m] for m in module.modules() if m in dtypes))
     compute: dict[nn.Module, torch.dtype] = {}
     parents: dict[nn.Module, torch.dtype] = {}
     waiting = list(kinds)
@@ -429,29 +432,38 @@ def _split_by_dtype(
         inside = owners_in[unit]
         # The unit computes in the dtype of its own parameters, or else in the narrowest dtype within it. If the dtypes
         # are those of the loaded weights, it computes in that of tied weights, because these cannot leave the unit.
-        tied = set() if precision.half else _tied_dtypes(tree, inside, dtypes)
+        tied = _tied_dtypes(tied_owners, inside, dtypes)
         narrowest = min(tied or (dtypes[owner] for owner in inside), key=lambda d: d.itemsize, default=torch.float32)
         compute[unit] = dtypes.get(unit, narrowest)
         for owner in inside:
             if dtypes[owner] != compute[unit] and unit in tree.units_around(owner, kinds):
-                split = _outermost_of_one_dtype(tree, owner, unit, dtypes)
+                split = _outermost_of_one_dtype(tree, owner, unit, dtypes_in)
                 kinds[split], parents[split] = "dtype", compute[unit]
                 _check_ties(tree, split, unit)
-                owners_in[split] = [o for o in inside if split in tree.units_around(o, kinds)]
+                within = (m for m in split.modules() if m in dtypes)
+                owners_in[split] = [m for m in within if split in tree.units_around(m, kinds)]
                 waiting.append(split)  # it may contain modules of a third dtype
     return compute, parents
 
 
+def _tied_owners(tree: ModuleTree) -> dict[nn.Module, list[set[nn.Module]]]:
+    """Return, for each module that uses tied parameters, the set of modules that use each of them."""
+    found: dict[nn.Module, list[set[nn.Module]]] = defaultdict(list)
+    for owners in tree.owners.values():
+        users = set(map(tree.callable_around, owners)) if len(owners) > 1 else set()
+        for user in users:
+            found[user].append(users)
+    return found
+
+
 def _tied_dtypes(
-    tree: ModuleTree, inside: Sequence[nn.Module], dtypes: Mapping[nn.Module, torch.dtype]
+    tied_owners: Mapping[nn.Module, Sequence[set[nn.Module]]],
+    inside: Sequence[nn.Module],
+    dtypes: Mapping[nn.Module, torch.dtype],
 ) -> set[torch.dtype]:
     """Return the dtypes in which modules compute that share a weight with another one of ``inside``."""
-    found = set()
-    for owners in tree.owners.values():
-        of_unit = {owner for owner in map(tree.callable_around, owners) if owner in inside}
-        if len(of_unit) > 1:
-            found |= {dtypes[owner] for owner in of_unit if owner in dtypes}
-    return found
+    counts = Counter(id(users) for owner in inside for users in tied_owners.get(owner, ()))
+    return {dtypes[o] for o in inside if any(counts[id(users)] > 1 for users in tied_owners.get(o, ()))}
 
 
 def _holds_only_statistics(unit: nn.Module) -> bool:
@@ -471,12 +483,15 @@ def _check_ties(tree: ModuleTree, split: nn.Module, unit: nn.Module) -> None:
 
 
 def _outermost_of_one_dtype(
-    tree: ModuleTree, owner: nn.Module, unit: nn.Module, dtypes: dict[nn.Module, torch.dtype]
+    tree: ModuleTree,
+    owner: nn.Module,
+    unit: nn.Module,
+    dtypes_in: Callable[[nn.Module], frozenset[torch.dtype]],
 ) -> nn.Module:
-    """Return the outermost module around the owner, within the unit, in which all modules have the owner's dtype."""
+    """Return the outermost module around the owner, within the unit, in which all modules have one dtype."""
     path = next(path for path in tree.paths[owner] if unit in path)
     for module in path[path.index(unit) + 1 :]:
-        if can_be_unit(module) and {dtypes[m] for m in module.modules() if m in dtypes} == {dtypes[owner]}:
+        if can_be_unit(module) and len(dtypes_in(module)) == 1:
             return module
     return owner
 
@@ -491,10 +506,17 @@ def _ignored_units(
     for module, dtype in dtypes.items():
         if any(map(keeps_statistics, module.modules())):
             dtypes[module] = torch.promote_types(dtype, torch.float32)
+    holders: dict[str, list[nn.Module]] = defaultdict(list)
+    for module, parameters in held.items():
+        for name in parameters:
+            holders[name].append(module)
+    shared = [modules for modules in holders.values() if len(modules) > 1]
     while wider := {  # modules that share a parameter have the same dtype
-        module: dtypes[other]
-        for module, other in itertools.permutations(held, 2)
-        if held[module].keys() & held[other].keys() and dtypes[module].itemsize < dtypes[other].itemsize
+        module: widest
+        for modules in shared
+        for widest in [max((dtypes[m] for m in modules), key=lambda d: d.itemsize)]
+        for module in modules
+        if dtypes[module].itemsize < widest.itemsize
     }:
         dtypes |= wider
     casts = precision.half is not None or precision.is_training

@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from fsdp2_strategy.distributed.process_group import rank
 from fsdp2_strategy.errors import CheckpointError, DamageError, did_you_mean, some
 from fsdp2_strategy.model.boxes import Box, row_major
 from fsdp2_strategy.model.placeholders import values_of
@@ -262,11 +263,17 @@ def _checksums_in(folder: Path) -> Checksums | None:
         return None
     lengths = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
 
+    own = f"rank{rank():05d}.json"  # it has all that this rank needs if the number of ranks is unchanged
+    waiting = [[m for m in manifests if m.name == own], [m for m in manifests if m.name != own]]
+
     def read(_path: Path, _begin: int, _end: int) -> Iterator[dict[Path, list[Block]]]:
-        while manifests:
-            manifest = manifests.pop(0)
-            listed = parse_checksums(read_file(manifest, CHECKSUMS_BYTES), manifest, lengths)["blocks"]
-            yield {folder / name: [Block(*block) for block in blocks] for name, blocks in listed.items()}
+        while waiting:
+            found: dict[Path, list[Block]] = {}
+            for manifest in waiting.pop(0):
+                listed = parse_checksums(read_file(manifest, CHECKSUMS_BYTES), manifest, lengths)["blocks"]
+                for name, blocks in listed.items():
+                    found.setdefault(folder / name, []).extend(Block(*block) for block in blocks)
+            yield found
 
     return Checksums(read)
 

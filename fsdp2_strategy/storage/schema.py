@@ -14,7 +14,6 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
-from pathlib import PurePosixPath
 from typing import Any
 
 from fsdp2_strategy.errors import shown
@@ -126,15 +125,14 @@ _HEXADECIMAL = frozenset("0123456789abcdef")
 
 def file_name(value: Any) -> None:
     """Check that a value is the relative path of a file, without ``..``."""
-    if isinstance(value, str) and 0 < len(value) <= _MAX_NAME and not any(map(_is_control, value)):
-        path = PurePosixPath(value)
-        if not path.is_absolute() and ".." not in path.parts and path.parts and path.as_posix() == value:
-            try:
-                os.fsencode(value)
-            except UnicodeEncodeError:
-                pass
-            else:
-                return
+    is_name = isinstance(value, str) and len(value) <= _MAX_NAME and _CONTROL_CHARACTERS.isdisjoint(value)
+    if is_name and _NO_PARTS.isdisjoint(value.split("/")):
+        try:
+            os.fsencode(value)
+        except UnicodeEncodeError:
+            pass
+        else:
+            return
     raise _expected(value, "the relative path of a file, without '..'")
 
 
@@ -144,8 +142,9 @@ def tensor_name(value: Any) -> None:
         raise _expected(value, f"a name of at most {_MAX_NAME} printable characters")
 
 
-def _is_control(character: str) -> bool:
-    return character < " " or character == "\x7f"
+_CONTROL_CHARACTERS = frozenset(map(chr, (*range(32), 127)))
+_NO_PARTS = frozenset(("", ".", ".."))
+"""What is not between the slashes of a relative path, in the form in which this package writes it."""
 
 
 def optional(schema: Schema) -> Schema:
