@@ -373,6 +373,7 @@ def test_a_head_that_some_ranks_skip_is_named():
         train_on("backbone", lambda step: backbone_batches(step, actions=True), block_class_names=blocks)
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_a_head_of_the_root_unit_may_be_skipped_on_some_ranks():
     train_on("backbone", lambda step: backbone_batches(step, actions=True), block_class_names=())
