@@ -47,7 +47,7 @@ INTEGRATIONS = {
 """How the files with the tests of each integration begin: ``pytest -m lerobot`` selects them."""
 
 
-ONE_IN = 3
+ONE_IN = 5
 """Of the cases of a test that `make test` leaves out, CI runs one in so many, and `make sweep` the others."""
 
 
