@@ -42,12 +42,12 @@ lint: .venv/installed
 	$(BIN)/python .ci/language.py fsdp2_strategy docs/examples
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 3 --dist loadgroup
 
 # After each test, the collectives that its ranks have begun are compared.
 test-full: lint
 	$(MAKE) docs
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --collective-order -m 'not soak and not big and not sweep'
+	$(BIN)/python -m pytest -n 3 --dist loadgroup --collective-order -m 'not soak and not big and not sweep'
 	$(MAKE) big
 	$(MAKE) lowest
 
@@ -79,7 +79,7 @@ resolve:
 	$(RESOLVE_PYTHON) .ci/resolve.py
 
 sweep: .venv/installed
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m sweep
+	$(BIN)/python -m pytest -n 3 --dist loadgroup -m sweep
 
 big: .venv/installed
 	$(BIN)/python -m pytest -m big tests/test_big.py

@@ -39,6 +39,7 @@ WORDS = {
     r"damaged?": "corrupt, unusable",
 }
 """Patterns of words, and what to write instead."""
+_ANY_WORD = re.compile(rf"(?<![-\w])(?:{'|'.join(WORDS)})(?![-\w])")
 
 IDENTIFIERS = {
     "twin": "skeleton",
@@ -62,25 +63,25 @@ FIRST_WORDS = {"Let": "an imperative verb that names the mechanism", "Have": "an
 """Words that no docstring begins with."""
 
 
-def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def docstrings(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield the string literals that are statements, with their lines."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.lineno, node.value.value
 
 
-def messages(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def messages(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield the string literals of several words that are not docstrings, with their lines: error and log texts."""
-    own = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    own = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
         is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in own
         if is_text and node.value.strip().count(" ") >= 2:
             yield node.lineno, node.value
 
 
-def identifiers(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def identifiers(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield the names that a module defines, with their lines."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.lineno, node.name
         elif isinstance(node, ast.arg):
@@ -99,17 +100,19 @@ def comments(source: str) -> Iterator[tuple[int, str]]:
 def problems(path: Path) -> Iterator[str]:
     """Yield what is wrong with the language of a file."""
     source = path.read_text()
-    tree = ast.parse(source)
-    texts = list(docstrings(tree))
+    nodes = list(ast.walk(ast.parse(source)))
+    texts = list(docstrings(nodes))
     for line, text in texts:
         first = text.split(maxsplit=1)[0] if text.split() else ""
         if first in FIRST_WORDS:
             yield f"{path}:{line}: a docstring begins with {first!r}: write {FIRST_WORDS[first]}"
-    for line, name in identifiers(tree):
+    for line, name in identifiers(nodes):
         for word in IDENTIFIERS.keys() & set(name.lower().strip("_").split("_")):
             yield f"{path}:{line}: {name!r}: write {IDENTIFIERS[word]}"
-    for line, text in (*texts, *comments(source), *messages(tree)):
+    for line, text in (*texts, *comments(source), *messages(nodes)):
         prose = re.sub(r"``.+?``|`.+?`|\[Note: .+?\]|^ +\w+:", "", text, flags=re.DOTALL | re.MULTILINE)
+        if not _ANY_WORD.search(prose):
+            continue
         for words, instead in WORDS.items():
             for found in re.finditer(rf"(?<![-\w])(?:{words})(?![-\w])", prose):
                 yield f"{path}:{line + prose[: found.start()].count(chr(10))}: {found.group()!r}: write {instead}"

@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import gc
 import inspect
 import sys
 import zlib
@@ -14,25 +15,26 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import simulated_accelerator
-from helpers.pool import RankPool
+# Nothing here imports torch: under xdist, the process that starts the workers runs no test.
 from helpers.shrunk import FILES, SHRUNK
 from helpers.simulated import CORE, runs_simulated
 
 from fsdp2_strategy import sizes
 
-_POOL = pytest.StashKey[RankPool]()
-_SIMULATED_POOL = pytest.StashKey[RankPool]()
-_COMPARING_POOL = pytest.StashKey[RankPool]()
-_UNRECORDED_POOL = pytest.StashKey[RankPool]()
+if TYPE_CHECKING:
+    from helpers.pool import RankPool
+
+_POOL: pytest.StashKey[RankPool] = pytest.StashKey()
+_SIMULATED_POOL: pytest.StashKey[RankPool] = pytest.StashKey()
+_COMPARING_POOL: pytest.StashKey[RankPool] = pytest.StashKey()
+_UNRECORDED_POOL: pytest.StashKey[RankPool] = pytest.StashKey()
 _POOLS = (_POOL, _SIMULATED_POOL, _COMPARING_POOL, _UNRECORDED_POOL)
 INTEGRATIONS = {
     "accelerate": ("test_accelerate",),
@@ -45,7 +47,7 @@ INTEGRATIONS = {
 """How the files with the tests of each integration begin: ``pytest -m lerobot`` selects them."""
 
 
-ONE_IN = 3
+ONE_IN = 5
 """Of the cases of a test that `make test` leaves out, CI runs one in so many, and `make sweep` the others."""
 
 
@@ -55,6 +57,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until the tests are collected: nothing of what that makes is garbage
+    if config.getoption("numprocesses", None):
+        return  # only the workers of xdist run tests
+    from helpers.pool import RankPool
+
     compares = bool(config.getoption("--collective-order"))
     config.stash[_POOL] = RankPool(compares_collectives=compares)
     config.stash[_SIMULATED_POOL] = RankPool(is_simulated=True, compares_collectives=compares)
@@ -64,7 +71,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     for pool in _POOLS:
-        config.stash[pool].close()
+        if pool in config.stash:
+            config.stash[pool].close()
 
 
 def _pool_for(config: pytest.Config, file: str, variant: str = "") -> RankPool:
@@ -96,6 +104,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.xdist_group(f"{ranks} {item.path.stem}"))
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
 def _leave_to_full(items: list[pytest.Item]) -> None:
     """Mark two of three cases of a test on ranks for CI alone."""
     short = [item for item in items if _world_size(item) and not item.get_closest_marker("full")]
@@ -123,6 +136,8 @@ def _all_but_one_in(number: int, items: list[pytest.Item]) -> Iterator[pytest.It
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Let tests of what has sizes run with small ones, too, and core tests on the simulated accelerator."""
+    import torch
+
     file, test = metafunc.definition.path.name, metafunc.definition.name
     needed = _world_size(metafunc.definition) if file == "test_gpu.py" else 0
     found = torch.accelerator.device_count()
@@ -209,8 +224,11 @@ def end_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
 def _variant_of_test(request: pytest.FixtureRequest) -> Iterator[None]:
     """Shrink the sizes for tests that run so, here and on the ranks of the pool; build the simulated accelerator."""
     variant = _variant(request.node)
-    if variant == "simulated" and (reason := simulated_accelerator.missing()):
-        pytest.skip(reason)
+    if variant == "simulated":
+        import simulated_accelerator
+
+        if reason := simulated_accelerator.missing():
+            pytest.skip(reason)
     pool = request.config.stash[_POOL]
     pool.sizes = SHRUNK if variant == "shrunk" else {}
     with patch.multiple(sizes, **pool.sizes) if pool.sizes else nullcontext():

@@ -69,7 +69,7 @@ def loss_fn(model, batch):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("reduction", some(["mean", "sum"], ["mean"]))
 @pytest.mark.parametrize("grad_sync", some(["defer_all_reduce", "last", "every"], ["defer_all_reduce"]))
 @pytest.mark.parametrize(("rule", "form"), MEANT)
 def test_each_rule_takes_the_steps_that_each_form_of_a_loop_means(rule, form, grad_sync, reduction):

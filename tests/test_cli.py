@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
-import time
 from importlib.metadata import version
 
 import pytest
@@ -180,11 +180,13 @@ def test_without_a_checkpoint_every_command_says_what_there_is(ckpts, tmp_path, 
 
 def test_ls_does_not_import_torch_and_answers_at_once(ckpts):
     code = "import sys; from fsdp2_strategy.cli import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
-    begin = time.monotonic()
+    begin = os.times()
     assert (
         subprocess.run([sys.executable, "-c", code, "ls", str(ckpts)], capture_output=True, check=False).returncode == 0
     )
-    assert time.monotonic() - begin < 3, "0.3 s on a quiet machine"
+    end = os.times()
+    spent = end.children_user + end.children_system - begin.children_user - begin.children_system
+    assert spent < 2, "0.3 s of a processor; a busy machine takes longer"
 
 
 @pytest.mark.full

@@ -62,7 +62,6 @@ CASES = [
 ]
 
 
-@pytest.mark.each
 @pytest.mark.parametrize(("wrote", "ranks"), CASES)
 def test_a_converted_run_goes_on_without_trust_and_with_the_losses_of_the_old_program(written, run_on, wrote, ranks):
     target = written / f"{wrote}.out"

@@ -16,6 +16,7 @@ import torch.distributed._functional_collectives as functional
 from helpers import collective_record
 from helpers.collective_order import mistakes
 from helpers.collective_record import Call, Group, Record
+from helpers.worlds import some, some_rows
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -38,6 +39,7 @@ def _recorded(call: Callable[[], object]) -> list[str]:
     return [each.kind for each in collective_record.end().calls[before:]]
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_calls_are_recorded_that_torch_makes_in_python_in_cpp_and_in_backward():
     x, group, pair = torch.ones(4), dist.group.WORLD, torch.ones(2)
@@ -114,19 +116,20 @@ def _other_roots():
     _kept.append(dist.broadcast(torch.ones(4), dist.get_rank() % 2, async_op=True))
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
-@pytest.mark.parametrize(
-    ("program", "named"),
-    [
-        (_one_more_on_rank_0, r"rank 1: no further collective"),
-        (_other_kinds, r"rank 0: allreduce\(float32, 2, SUM\)[^\n]*\n +rank 1: broadcast\(float32, 2, from rank 0\)"),
-        (_other_sizes, r"rank 1: allreduce\(float32, 5, SUM\)"),
-        (_other_dtypes, r"rank 0: allreduce\(int32, 4, SUM\)"),
-        (_other_reductions, r"rank 1: allreduce\(float32, 4, MAX\)"),
-        (_other_functional_reductions, r"rank 1: allreduce\(float32, 4, MAX\)"),
-        (_other_roots, r"rank 1: broadcast\(float32, 4, from rank 1\)"),
-    ],
-)
+PROGRAMS = [
+    (_one_more_on_rank_0, r"rank 1: no further collective"),
+    (_other_kinds, r"rank 0: allreduce\(float32, 2, SUM\)[^\n]*\n +rank 1: broadcast\(float32, 2, from rank 0\)"),
+    (_other_sizes, r"rank 1: allreduce\(float32, 5, SUM\)"),
+    (_other_dtypes, r"rank 0: allreduce\(int32, 4, SUM\)"),
+    (_other_reductions, r"rank 1: allreduce\(float32, 4, MAX\)"),
+    (_other_functional_reductions, r"rank 1: allreduce\(float32, 4, MAX\)"),
+    (_other_roots, r"rank 1: broadcast\(float32, 4, from rank 1\)"),
+]
+
+
+@pytest.mark.each
+@pytest.mark.parametrize("ranks", some([2, 3], [2]))
+@pytest.mark.parametrize(("program", "named"), some_rows(PROGRAMS, PROGRAMS[:1]))
 def test_ranks_that_begin_different_collectives_are_named(program, named, ranks, run_on):
     text = _refused(run_on, ranks, program)
     assert re.search(named, text), text
@@ -146,6 +149,7 @@ def _record(*calls: tuple[str, object]) -> Record:
     return Record(made, None)
 
 
+@pytest.mark.full
 def test_sizes_of_all_to_alls_and_of_messages_are_compared_by_pairs():  # gloo would wait for the missing elements
     uneven = [_record(("alltoall_base", ((1, 2), (1, 3)))), _record(("alltoall_base", ((3, 4), (2, 4))))]
     assert not mistakes(uneven)
@@ -219,7 +223,9 @@ def _threads_without_an_order():
         other.join()
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.each
+@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(
     "program",
     [
@@ -245,6 +251,7 @@ def _circle():
         work.wait()
 
 
+@pytest.mark.full
 def test_a_circle_of_three_groups_is_named(run_on):
     text = _refused(run_on, 3, _circle)
     assert all(f"of the ranks {pair}" in text for pair in ([0, 1], [1, 2], [0, 2]))
@@ -253,6 +260,7 @@ def test_a_circle_of_three_groups_is_named(run_on):
 # --- right programs ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.ranks(3)
 def test_overlapping_collectives_in_one_order_are_right():
     groups = [dist.group.WORLD, dist.new_group([0, 1]), dist.new_group([1, 2]), dist.new_group([0, 1, 2])]
@@ -262,6 +270,7 @@ def test_overlapping_collectives_in_one_order_are_right():
         work.wait()
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_opposite_orders_one_after_the_other_are_right():
     first, second = dist.new_group(), dist.new_group()
@@ -275,6 +284,7 @@ def test_opposite_orders_one_after_the_other_are_right():
         work.wait()
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_groups_of_the_host_may_be_used_in_any_order():
     group, rank = dist.new_group(backend="gloo"), dist.get_rank()
@@ -293,6 +303,7 @@ def test_groups_of_the_host_may_be_used_in_any_order():
     other.join()
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_another_thread_may_begin_collectives_while_the_main_one_waits():
     groups = [dist.new_group(), dist.new_group()]
@@ -301,6 +312,7 @@ def test_another_thread_may_begin_collectives_while_the_main_one_waits():
         _in_threads(lambda group=group: dist.all_reduce(torch.ones(4), group=group))
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_messages_and_uneven_all_to_alls_are_paired():
     rank = dist.get_rank()
@@ -312,6 +324,7 @@ def test_messages_and_uneven_all_to_alls_are_paired():
     work.wait()
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_nothing_is_compared_after_a_failure(end_ranks):
     group = dist.new_group(timeout=timedelta(seconds=1))
@@ -321,6 +334,7 @@ def test_nothing_is_compared_after_a_failure(end_ranks):
             dist.all_reduce(torch.ones(4), group=group)
 
 
+@pytest.mark.full
 @pytest.mark.differing_collectives("the marker is tested")
 @pytest.mark.ranks(2)
 def test_differences_on_purpose_are_marked(end_ranks):

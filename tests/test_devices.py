@@ -267,7 +267,7 @@ def test_a_rank_that_does_not_read_the_error_is_not_waited_for_long(monkeypatch)
     begin = time.monotonic()
     with pytest.raises(MeshError, match="ranks 0 and 1 would use the same accelerator x of a"):
         find_local_rank(store, 0, Place(2, "a", ["x"]), range(2))
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 8  # not the 10 seconds of a program
 
 
 @pytest.mark.full

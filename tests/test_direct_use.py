@@ -255,7 +255,7 @@ def compare(case, *, frozen=(), wrap_later=False, micro_batches=1, after_backwar
         assert_close(full_parameters(model), dict(named_parameters(unsharded)), 1e-9, case)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", some(CASES, [*CASES][::2]))
 @pytest.mark.ranks(2)
 def test_a_weight_that_is_used_directly_has_its_gradient(case):
     compare(case)
@@ -268,7 +268,7 @@ def test_a_weight_is_used_directly_on_any_number_of_ranks(world):
         compare(case)
 
 
-@pytest.mark.parametrize("case", some(CASES, ["embedding", "actor", "layers"]))
+@pytest.mark.parametrize("case", some(CASES, ["embedding"]))
 @pytest.mark.ranks(2)
 def test_direct_uses_accumulate_gradients(case):
     for grad_sync in ("every", "last"):

@@ -9,10 +9,12 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from helpers.worlds import some
 
 PROJECT = Path(__file__).resolve().parents[1]
 FILES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "pyproject.toml", "fsdp2_strategy", "docs")
 ADDRESS = "https://git.example.org/group/name"
+REFUSED = ["git.example.org/name", "https://name", "git@example.org:group/name"]
 
 
 @pytest.fixture
@@ -86,11 +88,13 @@ def test_uncommitted_changes_are_not_built(release):
     assert " M README.md" in build(release).stderr
 
 
+@pytest.mark.full
 def test_a_version_without_changes_in_the_changelog_is_not_built(release):
     (release / "CHANGELOG.md").write_text("# Changelog\n")
     assert "CHANGELOG.md has no heading" in build(release).stderr
 
 
+@pytest.mark.full
 def test_a_broken_link_of_the_readme_stops_the_build(release):
     with (release / "README.md").open("a") as file:
         file.write("[broken](docs/missing.md)\n")
@@ -99,6 +103,6 @@ def test_a_broken_link_of_the_readme_stops_the_build(release):
     assert "docs/missing.md absolute: the release has no such file" in build(release).stderr
 
 
-@pytest.mark.parametrize("address", ["git.example.org/name", "https://name", "git@example.org:group/name"])
+@pytest.mark.parametrize("address", some(REFUSED, REFUSED[:1]))
 def test_an_address_that_no_reader_can_open_is_refused(release, address):
     assert f"cannot use {address!r} as an address" in build(release, "--repository", address).stderr

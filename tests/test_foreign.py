@@ -87,7 +87,7 @@ def resume(folder, wrote, expected_client=None):
     assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 * decay(STEPS))
 
 
-USUAL = {("torchtitan", 3), ("nested", 1), ("verl", 3), ("whole_numbered", 2)}
+USUAL = {("torchtitan", 3), ("whole_numbered", 2)}
 CASES = [
     pytest.param(wrote, ranks, marks=() if (wrote, ranks) in USUAL else pytest.mark.full, id=f"{wrote}-{ranks}")
     for index, wrote in enumerate(KINDS)

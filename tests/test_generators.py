@@ -36,7 +36,7 @@ REPLAYS = "hf/meta/recorded_init.py"
 def changes_in(source):
     """Return the expressions of a module that change, or could change, a generator of the process."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(ast.parse(source)) if any(name in source for name in CHANGES) else ():
         if isinstance(node, ast.Attribute) and node.attr in CHANGES and OF_PROCESS.fullmatch(ast.unparse(node.value)):
             found.append(ast.unparse(node))
         if isinstance(node, ast.ImportFrom) and node.module in ("random", "torch.random", "numpy.random", "torch"):

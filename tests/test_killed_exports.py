@@ -90,8 +90,9 @@ def finished(call, folder):
     assert not killed_at(-1, call, folder)
 
 
-USUAL = [("sharded", "sharded"), ("sharded", "single")]
+USUAL = [("sharded", "single")]
 OTHERS = [
+    ("sharded", "sharded"),
     ("single", "sharded"),
     ("single", "bf16"),
     ("bf16", "single"),

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.worlds import some_rows
+from helpers.worlds import some, some_rows
 
 from fsdp2_strategy import StrategyConfig
 from fsdp2_strategy.distributed import progress
@@ -143,7 +143,9 @@ def test_a_size_has_the_unit_that_fits(size_bytes, text):
     assert size_text(size_bytes) == text
 
 
-def test_on_a_terminal_lines_stand_above_the_bar_and_one_without_columns_has_none():
+@pytest.mark.each
+@pytest.mark.parametrize("columns", some([60, 0], [60]))
+def test_on_a_terminal_lines_stand_above_the_bar_and_one_without_columns_has_none(columns):
     """Write to a pseudo-terminal, and read what it shows."""
     script = """
 import os, sys, time
@@ -164,22 +166,21 @@ with Progress("training", 3, unit="step") as bar:
         os._exit(0)
     assert os.wait()[1] == 0
 """
-    for columns in (60, 0):
-        parent, child = pty.openpty()
-        fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-        process = subprocess.Popen([sys.executable, "-c", script], stdout=child, stderr=child)
-        os.close(child)
-        shown = b""
-        with contextlib.suppress(OSError):  # the other side is closed
-            while part := os.read(parent, 4096):
-                shown += part
-        os.close(parent)
-        assert process.wait() == 0, shown.decode()
-        lines = [line.rpartition("\r")[2] for line in shown.decode().replace("\r\n", "\n").split("\n")]
-        assert f"terminal {columns > 0}" in lines
-        for step in range(3):
-            assert f"step {step}" in lines, lines
-            assert any(re.fullmatch(rf"\d\d:\d\d:\d\d fsdp2_strategy: saved {step}", line) for line in lines), lines
+    parent, child = pty.openpty()
+    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=child, stderr=child)
+    os.close(child)
+    shown = b""
+    with contextlib.suppress(OSError):  # the other side is closed
+        while part := os.read(parent, 4096):
+            shown += part
+    os.close(parent)
+    assert process.wait() == 0, shown.decode()
+    lines = [line.rpartition("\r")[2] for line in shown.decode().replace("\r\n", "\n").split("\n")]
+    assert f"terminal {columns > 0}" in lines
+    for step in range(3):
+        assert f"step {step}" in lines, lines
+        assert any(re.fullmatch(rf"\d\d:\d\d:\d\d fsdp2_strategy: saved {step}", line) for line in lines), lines
 
 
 def test_the_log_of_a_configuration_shows_paths_and_large_numbers_as_one_would_write_them():

@@ -43,7 +43,7 @@ def make(name, folder):
             assert entry.message in str(caught.value), str(caught.value)
     finally:
         logging.getLogger("fsdp2_strategy").removeHandler(handler)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 30  # the time-out of a collective is 60
 
 
 def lose_a_rank(name, folder):

@@ -206,7 +206,7 @@ def test_where_units_of_ranks_diverge_each_of_them_names_rank_and_unit_in_second
     began = time.monotonic()
     with pytest.raises(StepError, match=r"rank 0 gathers model.visual.blocks.0 .*, rank 1 gathers model.language"):
         loss_of(model, batch("qwen2_5_vl", 0, rank, rank == 0))
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 40  # the time-out of a collective is 60
 
 
 def test_plans_say_where_the_tower_is(capsys):

@@ -495,7 +495,7 @@ def train_beside_one_that_dies(address, name):
     began = time.monotonic()
     with pytest.raises(RolloutError, match=f"the engine at {address} is lost"):
         strategy.update_engine_weights(actor)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     dist.barrier()
 
 
@@ -512,7 +512,7 @@ def train_beside_one_that_is_killed(address, name):
     if engine is not None:
         with pytest.raises(RolloutError, match=f"cannot call generate: .* engine at {address} is lost"):
             engine.generate("pid")
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     dist.barrier()
 
 
@@ -770,7 +770,7 @@ def test_an_end_that_is_closed_in_the_middle_of_another_threads_call_breaks_it_o
         thread.start()
         time.sleep(0.2)
         end.close()
-        thread.join(1)
+        thread.join(30)
     assert len(failures) == 1 and "is lost (it was closed)" in failures[0]
 
 

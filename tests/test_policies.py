@@ -196,6 +196,7 @@ def test_recomputed_decoders_of_which_one_reads_the_others_cache_change_no_numbe
     train_on("pi0_of_transformers", batches, activation_checkpointing=["GemmaDecoderLayer"])
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "name", some(["pi0", "smolvla", "act", "diffusion", "groot", "xvla", "multi_task_dit"], ["pi0", "xvla"])
@@ -355,6 +356,7 @@ def test_a_head_that_runs_without_labels_too_and_counts_for_nothing_keeps_ranks_
     train_on("backbone", batches, _runs_the_head_always, block_class_names=blocks)
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_neither_images_nor_labels_need_be_on_every_rank():
     def batches(step):
@@ -371,6 +373,7 @@ def test_a_head_that_some_ranks_skip_is_named():
         train_on("backbone", lambda step: backbone_batches(step, actions=True), block_class_names=blocks)
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_a_head_of_the_root_unit_may_be_skipped_on_some_ranks():
     train_on("backbone", lambda step: backbone_batches(step, actions=True), block_class_names=())

@@ -277,7 +277,7 @@ def test_batches_that_differ_within_a_group_are_an_error_on_every_rank():
             begin = time.monotonic()
             with pytest.raises(SequenceError, match=text) as raised:
                 strategy.shard_sequence(batch)
-            assert time.monotonic() - begin < 5, case
+            assert time.monotonic() - begin < 30, case  # the time-out of a collective is 60
             assert same_on_all_ranks(str(raised.value)), case
         assert strategy.shard_sequence({"input_ids": ids})["input_ids"].shape == (2, 11)
 

@@ -49,7 +49,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
     ("name", "count"),
     some_rows(
         product(NAMES, (2, 4)),
-        [(name, 2) for name in USUAL],
+        [(name, 2) for name in ("gpt_oss", "deepseek_v3", "bloom", "mamba2", "roberta")],
         full=[*product(MANY, (2, 4)), *((name, 2 + 2 * (i % 2)) for i, name in enumerate(NAMES[::3]))],
     ),
 )
@@ -72,7 +72,7 @@ def test_split_sequences_have_the_values_of_full_ones(name, count):
 
 
 @pytest.mark.parametrize("count", some((2, 4), (4,)))
-@pytest.mark.parametrize(("heads", "kv_heads"), some_rows(HEADS, HEADS[:2]))
+@pytest.mark.parametrize(("heads", "kv_heads"), some_rows(HEADS, HEADS[:1]))
 @pytest.mark.parametrize("name", some(("llama", "mistral", "gemma3_text", "gpt_oss"), ("gpt_oss",)))
 def test_any_number_of_heads_is_split(name, heads, kv_heads, count):
     model = tiny_model(name, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=8)

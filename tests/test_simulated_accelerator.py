@@ -533,6 +533,7 @@ def test_dtensors_are_gathered_on_the_device():
 # --- elsewhere --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_processes_of_its_environment_load_it_when_they_import_torch():
     import subprocess
 
@@ -544,6 +545,7 @@ def test_processes_of_its_environment_load_it_when_they_import_torch():
     assert process.stdout.split() == ["sim", "3"]
 
 
+@pytest.mark.full
 def test_a_forked_child_can_use_what_its_parent_has_only_loaded():
     import subprocess
 

@@ -250,6 +250,7 @@ def warnings_of_the_log():
         logger.removeHandler(handler)
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_what_runs_short_and_what_is_ignored_is_said(tmp_path, data):
     options = arguments(tmp_path, data, 2, "--dummy", "--steps", "2", "--num_workers", "0")

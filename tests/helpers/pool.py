@@ -41,9 +41,11 @@ SIMULATED_DEVICES = 8
 processes = mp.get_context("forkserver")
 """Starts processes of their own that need not import torch again."""
 
-# The package itself loads its parts when they are first used: here they are named.
-_PARTS = [f"fsdp2_strategy.{part}" for part in ("strategy", "checkpoint", "data", "rollout", "vla", "logprob")]
-processes.set_forkserver_preload(["torch", "transformers.models.llama.modeling_llama", *_PARTS])
+# The package itself loads its parts when they are first used: here they are named. Most ranks need the other packages
+# sooner or later, and would import them one by one.
+_PARTS = [f"fsdp2_strategy.{part}" for part in ("strategy", "checkpoint", "data", "rollout", "parallel", "logprob")]
+_OTHERS = ["torch", "transformers.models.llama.modeling_llama", "transformers.trainer", "peft", "aiohttp"]
+processes.set_forkserver_preload([*_OTHERS, *_PARTS])
 
 
 @dataclass
