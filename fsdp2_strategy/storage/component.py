@@ -10,6 +10,8 @@ recently used layouts are cached. The key contains everything that a layout depe
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,8 +22,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy import sizes
-from fsdp2_strategy.distributed.process_group import rank
-from fsdp2_strategy.storage.output_files import File, file_bytes, files_for
+from fsdp2_strategy.distributed.process_group import is_rank_0, rank, world_size
+from fsdp2_strategy.storage.checksums import Block, blocks_of
+from fsdp2_strategy.storage.json_files import write_text
+from fsdp2_strategy.storage.output_files import File, create_files, file_bytes, files_for, index_of
 from fsdp2_strategy.storage.regions import Region
 from fsdp2_strategy.storage.safetensors_format import CONVERTED, Entry
 from fsdp2_strategy.storage.shares import (
@@ -31,7 +35,7 @@ from fsdp2_strategy.storage.shares import (
     values_of_shares,
     write_requests,
 )
-from fsdp2_strategy.storage.write import WriteRequest
+from fsdp2_strategy.storage.write import WriteRequest, force_to_disk, write_all
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,14 @@ class FileLayout:
     """The boxes of the other regions that this rank writes."""
     derived: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
     """What a planner derives from the layout, by keys of its own: the next save of the same layout uses it again."""
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of the headers of all files: equal on all ranks if names, shapes and dtypes are."""
+        headers = hashlib.sha256()
+        for file in self.files:
+            headers.update(str(file.path).encode() + file.header)
+        return headers.hexdigest()
 
     @classmethod
     def of(
@@ -156,3 +168,41 @@ class Component:
     def total_bytes(self) -> int:
         """Total size of the files."""
         return sum(file.nbytes for file in self.layout.files)
+
+    @property
+    def digest(self) -> str:
+        """What all ranks have in common: the name of the folder, and the digest of the layout."""
+        return f"{self.folder.name} {self.layout.digest}"
+
+    def write_index(self) -> None:
+        """Write the index of the files, if there are several; one rank calls it."""
+        if len(self.files) > 1:
+            index = json.dumps(index_of(self.files), indent=2) + "\n"
+            write_text(self.folder / f"{self.stem}.safetensors.index.json", index)
+
+
+def write_local(components: Sequence[Component]) -> dict[Path, list[Block]]:
+    """Create some of the files, write this rank's ranges of all files, and fsync what it created or wrote.
+
+    Return the checksums of the bytes that this rank wrote; on rank 0, also those of the headers of all files.
+    """
+    files = [file for component in components for file in component.files]
+    requests = [request for component in components for request in component.write_requests()]
+    return write_files(files, requests, is_signed=any(each.is_signed for each in components), has_headers=is_rank_0())
+
+
+def write_files(
+    files: Sequence[File], requests: Sequence[WriteRequest], *, is_signed: bool, has_headers: bool
+) -> dict[Path, list[Block]]:
+    """Do what `write_local` does, with the files and this rank's requests; ``has_headers``: checksum the headers."""
+    first, end = (n * len(files) // world_size() for n in (rank(), rank() + 1))
+    own = files[first:end]
+    create_files(own)
+    blocks: dict[Path, list[Block]] = {}
+    if has_headers:
+        blocks = {file.path: blocks_of(file.header, is_signed=is_signed) for file in files}
+    written = write_all(requests, hashed=True, create=True, is_signed=is_signed)
+    for path, of_file in written.items():
+        blocks.setdefault(path, []).extend(of_file)
+    force_to_disk({*written, *(file.path for file in own)})  # other files may not exist yet
+    return blocks
