@@ -193,6 +193,8 @@ MUTATIONS = {
         f"{QUEUE}.__exit__", "torch.accelerator.current_stream().wait_stream(self._stream)", "pass", offloading),
     "save: a block is written before its copy has arrived": (
         f"{WRITE}:_write", ".copy_(tensor)", ".copy_(tensor, non_blocking=True)", saving),
+    "save: small tensors are written before their copy has arrived": (
+        f"{WRITE}:_write_packed", ".copy_(flat)", ".copy_(flat, non_blocking=True)", saving),
     "load: memory of a block is used again before its copy has read it": (
         f"{READ}:{READER}._read_ranges", "values.to(read.dtype))", "values.to(read.dtype), non_blocking=True)", saving),
     "random numbers: a block does not restore the generator of the device": (

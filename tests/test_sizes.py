@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import time
 from pathlib import Path
 from unittest.mock import patch
@@ -213,15 +214,16 @@ def test_a_checkpoint_is_split_into_as_many_files_as_let_ranks_write_at_once(tot
 @pytest.mark.ranks(2)
 def test_ranks_make_different_files_and_begin_to_write_to_different_ones(tmp_path):
     made, opened, forced = [], [], []
-    create, write, force = component.create_files, write_module._write, component.force_to_disk
+    create, open_file, force = component.create_files, write_module.opened, component.force_to_disk
 
     def recorded(files):
         made.extend(file.path.name for file in files)
         create(files)
 
-    def noted(fd, group, *args, **kwargs):
-        opened.append(group[0].path.name)
-        return write(fd, group, *args, **kwargs)
+    def noted(path, flags):
+        if flags & os.O_CREAT:  # to write to it
+            opened.append(path.name)
+        return open_file(path, flags)
 
     strategy = strategy_for()
     model, optimizer, scheduler = prepared(strategy)
@@ -230,7 +232,7 @@ def test_ranks_make_different_files_and_begin_to_write_to_different_ones(tmp_pat
         patch.multiple(sizes, FILE_COUNT=8, MIN_FILE_LIMIT_BYTES=1),
         patch.object(component, "create_files", recorded),
         patch.object(component, "force_to_disk", lambda paths: force(paths) or forced.extend(p.name for p in paths)),
-        patch.object(write_module, "_write", noted),
+        patch.object(write_module, "opened", noted),
         patch.object(write_module, "_THREADS", 1),
     ):
         path = Path(strategy.save_ckpt(model, tmp_path, "t"))

@@ -59,7 +59,7 @@ from fsdp2_strategy.storage.json_files import write_bytes, write_text
 from fsdp2_strategy.storage.nested_states import FlatState, to_json
 from fsdp2_strategy.storage.output_files import check_shared_folder
 from fsdp2_strategy.storage.staged_folder import StagedFolder
-from fsdp2_strategy.storage.write import WriteRequest
+from fsdp2_strategy.storage.write import WriteRequest, write_all
 
 VALUES = "values.json"
 CHECKSUMS = "checksums"
@@ -248,7 +248,8 @@ class SafetensorsWriter(StorageWriter):
             values: Any = planner.resolve_data(item)
             entry = replace(request.entry, path=in_folder(request.entry.path))
             requests.append(replace(request, entry=entry, tensor=values))
-        blocks = write_files(component.files, requests, is_signed=False, has_headers=self._is_coordinator)
+        write = functools.partial(write_all, requests, hashed=True, create=True)
+        blocks = write_files(component.files, write, is_signed=False, has_headers=self._is_coordinator)
         (folder / CHECKSUMS).mkdir(exist_ok=True)
         by_name: dict[str, Sequence[Block]] = {path.name: found for path, found in blocks.items()}
         write_bytes(folder / CHECKSUMS / f"rank{rank():05d}.json", checksum_manifest(by_name))
