@@ -58,6 +58,7 @@ from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.peft.merge import is_peft_model
 from fsdp2_strategy.hf.tokenizers import check_tokenizer
 from fsdp2_strategy.model.failed_loads import check_usable
+from fsdp2_strategy.model.names import modules_unchanged
 from fsdp2_strategy.model.ranks import on_model_ranks
 from fsdp2_strategy.model.shards import shard_size_of_model
 from fsdp2_strategy.optim.schedule import check_schedule_of
@@ -70,6 +71,7 @@ from fsdp2_strategy.storage.output_files import check_shared_folder
 @collective
 @on_model_ranks(takes_several=True)
 @gc_paused()
+@modules_unchanged()
 def save_checkpoint(
     model: Models,
     save_dir: str | Path,
