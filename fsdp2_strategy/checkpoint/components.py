@@ -117,7 +117,7 @@ class Configuration:
     transformers takes milliseconds to write them, so the next save of an equal configuration writes the same content.
     """
 
-    skeleton: nn.Module
+    skeleton: Any
     """A copy of the top-level module without parameters, buffers and children."""
     regions: Mapping[str, Region]
     """The tensors in the weight files, by their names in these files."""
@@ -148,7 +148,7 @@ class Configuration:
             (folder / name).write_bytes(content)
         if not self.content:
             write_configuration(folder, self.skeleton, self.regions)
-            if not self.skeleton.is_remote_code():  # type: ignore[operator]  whose files are written, too
+            if not self.skeleton.is_remote_code():  # whose files are written, too
                 found = [path for name in _CONFIGS if (path := folder / f"{name}.json").exists()]
                 self.content = {path.name: path.read_bytes() for path in found}
 

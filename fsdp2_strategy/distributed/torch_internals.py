@@ -421,7 +421,8 @@ def specs_of(tensors: Iterable[torch.Tensor]) -> list[object]:
 
 def flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the elements of tensors of one dtype and device, one after the other, in one call."""
-    return torch._utils._flatten_dense_tensors(tensors)
+    flat: torch.Tensor = torch._utils._flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
+    return flat
 
 
 def with_placements(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, Any, tuple[Any, ...]]]:

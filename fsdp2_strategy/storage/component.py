@@ -75,8 +75,9 @@ class FileLayout:
         metadata: Mapping[str, str],
     ) -> FileLayout:
         """Return the layout of a folder, from the cache if possible; see [Note: layout cache]."""
-        limits = (sizes.FILE_COUNT, sizes.FILE_BYTES, sizes.MIN_FILE_LIMIT_BYTES, sizes.SHORTEST_RUN_BYTES)
-        limits = (*limits, sizes.BLOCK_BYTES, sizes.SMALL_BLOCK_BYTES, sizes.SMALL_WRITE_BYTES, sizes.STRIDED_ROW_BYTES)
+        of_files = (sizes.FILE_COUNT, sizes.FILE_BYTES, sizes.MIN_FILE_LIMIT_BYTES)
+        of_runs = (sizes.SHORTEST_RUN_BYTES, sizes.BLOCK_BYTES, sizes.SMALL_BLOCK_BYTES, sizes.SMALL_WRITE_BYTES)
+        limits = (*of_files, *of_runs, sizes.STRIDED_ROW_BYTES)
         kind = (stem, max_file_bytes, *metadata.items(), *limits, rank(), id(regions))
         seen = _Seen(tensors)
         last = _last_seen.get((*kind, *seen.first))

@@ -129,8 +129,8 @@ def values_of_shares(
     has_placeholders = any_placeholders()
     for share in shares:
         if not has_placeholders and share.view is None and share.rows is None:  # nearly all, if there are many
-            values = local_of(tensors[share.source])
-            found.append((share, values.detach() if values.requires_grad else values))
+            local = local_of(tensors[share.source])
+            found.append((share, local.detach() if local.requires_grad else local))
             continue
         values = held.get(share.source)
         if values is None:

@@ -196,7 +196,8 @@ def write_all(
 
     Unless ``create``, a missing file is an error: the folder is not shared with the rank that created the file.
     """
-    queues = {path: deque(groups) for path, groups in _groups_by_path(itertools.chain(*map(_runs, requests))).items()}
+    runs = itertools.chain.from_iterable(map(_runs, requests))
+    queues: dict[Path, deque[_Group]] = {path: deque(groups) for path, groups in _groups_by_path(runs).items()}
     return _write_queues(queues, hashed=hashed, create=create, is_signed=is_signed)
 
 
@@ -212,8 +213,8 @@ def write_planned(
         for folder, plan, values in planned:
             for path, groups in plan.with_values(folder, values).items():
                 queues.setdefault(path, deque()).extend(groups)
-    for path, groups in _groups_by_path(itertools.chain(*map(_runs, further))).items():
-        queues.setdefault(path, deque()).extend(groups)
+    for path, others in _groups_by_path(itertools.chain.from_iterable(map(_runs, further))).items():
+        queues.setdefault(path, deque()).extend(others)
     return _write_queues(dict(sorted(queues.items())), hashed=True, create=True, is_signed=is_signed)
 
 
@@ -238,8 +239,10 @@ def _write_queues(
                     group = groups.popleft()
                 except IndexError:
                     return
-                write = _write_packed if isinstance(group, _Packed) else _write
-                written[path].extend(write(fd, group, scratch, hashed=hashed, is_signed=is_signed))
+                if isinstance(group, _Packed):
+                    written[path].extend(_write_packed(fd, group, scratch, hashed=hashed, is_signed=is_signed))
+                else:
+                    written[path].extend(_write(fd, group, scratch, hashed=hashed, is_signed=is_signed))
 
     total = sum(_nbytes(group) for groups in queues.values() for group in groups)
     # Starting a thread takes as long as writing a few megabytes.
