@@ -300,6 +300,7 @@ def test_a_layout_is_made_again_only_for_tensors_that_are_not_alike(tmp_path):
         return list(laid_out), contents(path)
 
     component._layouts.clear()
+    component._last_seen.clear()
     made, first = save("one")
     assert made == ["model", "optimizer"]
     made, second = save("two")
