@@ -64,7 +64,7 @@ from fsdp2_strategy.hf.meta.init_on_meta import init_on_meta
 from fsdp2_strategy.hf.packed_rows import keep_documents_apart
 from fsdp2_strategy.model.buffers import differing_buffers
 from fsdp2_strategy.model.fsdp_state import is_sharded, parameters_outside_units
-from fsdp2_strategy.model.names import named_parameters
+from fsdp2_strategy.model.names import modules_unchanged, named_parameters
 from fsdp2_strategy.model.offloading import free_host_buffers
 from fsdp2_strategy.model.ranks import on_ranks_of
 from fsdp2_strategy.model.wrappers import unwrap_model
@@ -756,6 +756,7 @@ class TrainingStrategy:
     # --- checkpoints ---------------------------------------------------------------------------------------------
 
     @collective
+    @modules_unchanged()
     def save_ckpt(
         self,
         model: Models,

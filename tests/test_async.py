@@ -187,9 +187,10 @@ def test_a_disk_that_fails_behind_the_trainer_is_heard_of_on_every_rank_once(tmp
     original = saving.write_components
 
     def failing(*args):
-        original(*args)
+        blocks = original(*args)
         if dist.get_rank() == 1:
             raise OSError(errno.ENOSPC, "No space left on device", "model.bin")
+        return blocks
 
     with monkeypatch.context() as patched:
         patched.setattr(saving, "write_components", failing)

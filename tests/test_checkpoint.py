@@ -9,6 +9,8 @@ import os
 import random
 import shutil
 import subprocess
+import time
+from collections import Counter
 from pathlib import Path
 from unittest.mock import patch
 
@@ -480,6 +482,43 @@ def crash_at_every_step(tmp_path, tag):
             assert len(tags(saves)) == 2
             assert [p.name for p in saves.iterdir() if p.name.startswith(".")] == [".lock"], "leftovers are swept"
     assert committed_at is not None and point > 15
+
+
+@pytest.mark.ranks(2)
+def test_a_save_needs_five_all_reduces_and_a_gather_and_reads_no_manifest_of_a_neighbour_again(tmp_path, monkeypatch):
+    model, *_ = prepared(strategy_for(), "mlp")
+    for tag in ("a", "b"):
+        save_checkpoint(model, tmp_path, tag)
+    time.sleep(2 * listing._TICK_NS / 1e9)
+    save_checkpoint(model, tmp_path, "c")
+    calls, read = Counter(), []
+    for name in ("all_reduce", "all_gather", "all_gather_object", "barrier", "broadcast", "broadcast_object_list"):
+        monkeypatch.setattr(dist, name, counted(calls, name, getattr(dist, name)))
+    for name in ("gather", "gather_object", "scatter_object_list"):
+        monkeypatch.setattr(dist, name, counted(calls, name, getattr(dist, name)))
+    monkeypatch.setattr(listing, "read_manifest", lambda path: read.append(path.name) or listed(path))
+    save_checkpoint(model, tmp_path, "d", max_num=None)
+    assert calls == {"all_reduce": 5, "gather_object": 1}
+    assert not {"a", "b"} & {*read}
+    monkeypatch.undo()
+    if dist.get_rank() == 0:
+        manifest = tmp_path / "b" / "manifest.json"
+        content = manifest.read_bytes()
+        manifest.write_bytes(content.replace(b'"step": 0', b'"step": 1'))
+        assert tags(tmp_path) == ["a", "c", "d"], "a manifest that has changed is read again"
+        manifest.write_bytes(content)
+        assert tags(tmp_path) == ["a", "b", "c", "d"]
+
+
+listed = listing.read_manifest
+
+
+def counted(calls, name, call):
+    def count(*args, **kwargs):
+        calls[name] += 1
+        return call(*args, **kwargs)
+
+    return count
 
 
 @pytest.mark.ranks(3)

@@ -35,14 +35,25 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from fsdp2_strategy import FSDPV2Strategy, build_mesh, list_checkpoints, load_checkpoint, sizes, verify_checkpoint
+from fsdp2_strategy import (
+    FSDPV2Strategy,
+    StrategyConfig,
+    build_mesh,
+    list_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+    shard_model,
+    sizes,
+    verify_checkpoint,
+)
 from fsdp2_strategy.checkpoint import directory, listing, paths
 from fsdp2_strategy.checkpoint.reader import _ChecksumManifests
 from fsdp2_strategy.checkpoint.storage import read_all, stored_in, targets_by_name, write_components
 from fsdp2_strategy.cli import main
+from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.errors import CheckpointError, DamageError
 from fsdp2_strategy.storage.component import Component
-from fsdp2_strategy.storage.output_files import create_files, files_for
+from fsdp2_strategy.storage.output_files import check_shared_folder, create_files, files_for
 from fsdp2_strategy.storage.regions import Region
 from fsdp2_strategy.storage.replicated_reads import read_requests_for
 from fsdp2_strategy.storage.safetensors_format import DTYPES, read_header
@@ -247,6 +258,7 @@ def test_any_sharding_and_dtype_is_written_and_read(tmp_path):
     plain, state = tensors_of_every_kind(mesh)
     everything = {**state, "buffer": torch.arange(5)}
     write_components([Component.of(tmp_path, everything)])
+    dist.barrier()
     stored = load_file(tmp_path / "model.safetensors")
     assert stored.keys() == everything.keys()
     assert not [n for n in plain if not torch.equal(bits(stored[n]), bits(plain[n]))]
@@ -300,13 +312,19 @@ def test_a_folder_that_each_host_has_for_itself_is_an_error(tmp_path, monkeypatc
             pytest.raises(CheckpointError, match="all ranks see"),
         ):
             patched.chdir(own)
-            write_components([Component.of(Path(), state)])
+            component = Component.of(Path(), state)
+            with all_or_none("save", CheckpointError):
+                write_components([component])
+                check_shared_folder(component.files)
 
 
 @pytest.mark.ranks(2)
 def test_tensors_of_another_shape_on_one_rank_are_refused_on_every_rank(tmp_path):
-    with pytest.raises(CheckpointError, match=r"on rank 1 differ from those on rank 0"):
-        write_components([Component.of(tmp_path, {"a": torch.zeros(3 + dist.get_rank())})])
+    model = shard_model(nn.Linear(4, 4), config=StrategyConfig(bf16=False))
+    model.register_buffer("seen", torch.zeros(3 + dist.get_rank()))
+    with pytest.raises(CheckpointError, match=r"ranks \[1\] differ from rank 0, expected the same names, shapes"):
+        save_checkpoint(model, tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == []
 
 
 # --- damage ----------------------------------------------------------------------------------------------------------

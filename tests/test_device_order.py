@@ -14,7 +14,7 @@ from helpers.reference import full_parameters
 from safetensors.torch import load_file
 
 import fsdp2_strategy
-from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, sizes
 from fsdp2_strategy.checkpoint import background_save
 from fsdp2_strategy.distributed import device_order
 from fsdp2_strategy.distributed.process_group import current_device
@@ -69,6 +69,7 @@ def noting(function, threads):
 def test_threads_that_write_and_read_use_the_stream_of_the_caller(tmp_path, entered, monkeypatch):
     found, expected = entered
     threads = set()
+    monkeypatch.setattr(sizes, "BLOCK_BYTES", 16)  # a thread for each tensor
     monkeypatch.setattr(write, "_write", noting(write._write, threads))
     monkeypatch.setattr(verified_read.Reader, "_execute", noting(verified_read.Reader._execute, threads))
     entries = [Entry(f"t{i}", tmp_path / f"{i}", 0, torch.float32, (4,)) for i in range(3)]

@@ -244,7 +244,7 @@ def test_arguments_that_do_not_fit_are_errors(tmp_path):
     with pytest.raises(ConfigError):
         save({"actor": actor, "rng": critic}, tmp_path)
     with pytest.raises(CheckpointError, match="ranks \\[1\\] differ from rank 0"):
-        save(run.models if dist.get_rank() else actor, tmp_path, scheduler=None)
+        save_checkpoint(run.models if dist.get_rank() else actor, tmp_path)
     assert not list(tmp_path.glob("*"))
 
 

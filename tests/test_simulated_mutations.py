@@ -8,6 +8,7 @@ NOT_SEEN are not caught, and say why.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from unittest.mock import patch
 
 import pytest
 import simulated_accelerator
@@ -19,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-from fsdp2_strategy import stream_weights
+from fsdp2_strategy import sizes, stream_weights
 from fsdp2_strategy.checkpoint.training_state import optimizer_tensors
 from fsdp2_strategy.distributed.generators import drawing_from, restored_generators, torch_states
 from fsdp2_strategy.model import offload, reload
@@ -127,6 +128,11 @@ def saving(folder, **options):
     return values(model, optimizer)
 
 
+def saving_large_tensors(folder):
+    with patch.object(sizes, "SMALL_WRITE_BYTES", 0):
+        return saving(folder)
+
+
 def saving_in_the_background(folder):
     return saving(folder, async_save=True)
 
@@ -192,7 +198,9 @@ MUTATIONS = {
     "reload: kernels do not wait": (
         f"{QUEUE}.__exit__", "torch.accelerator.current_stream().wait_stream(self._stream)", "pass", offloading),
     "save: a block is written before its copy has arrived": (
-        f"{WRITE}:_write", ".copy_(tensor)", ".copy_(tensor, non_blocking=True)", saving),
+        f"{WRITE}:_write", ".copy_(tensor)", ".copy_(tensor, non_blocking=True)", saving_large_tensors),
+    "save: small tensors are written before their copy has arrived": (
+        f"{WRITE}:_write_packed", ".copy_(flat)", ".copy_(flat, non_blocking=True)", saving),
     "load: memory of a block is used again before its copy has read it": (
         f"{READ}:{READER}._read_ranges", "values.to(read.dtype))", "values.to(read.dtype), non_blocking=True)", saving),
     "random numbers: a block does not restore the generator of the device": (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import time
 from pathlib import Path
 from unittest.mock import patch
@@ -29,7 +30,7 @@ from fsdp2_strategy.errors import DamageError
 from fsdp2_strategy.hf.export import _default_file_bytes
 from fsdp2_strategy.model.state import model_state
 from fsdp2_strategy.sharding import shard
-from fsdp2_strategy.storage import component, dcp_save
+from fsdp2_strategy.storage import component
 from fsdp2_strategy.storage.checksums import digest_of
 from fsdp2_strategy.storage.output_files import file_bytes
 from fsdp2_strategy.storage.regions import Region
@@ -213,24 +214,25 @@ def test_a_checkpoint_is_split_into_as_many_files_as_let_ranks_write_at_once(tot
 @pytest.mark.ranks(2)
 def test_ranks_make_different_files_and_begin_to_write_to_different_ones(tmp_path):
     made, opened, forced = [], [], []
-    create, write, force = dcp_save.create_files, write_module._write, dcp_save.force_to_disk
+    create, open_file, force = component.create_files, write_module.opened, component.force_to_disk
 
     def recorded(files):
         made.extend(file.path.name for file in files)
         create(files)
 
-    def noted(fd, group, *args, **kwargs):
-        opened.append(group[0].path.name)
-        return write(fd, group, *args, **kwargs)
+    def noted(path, flags):
+        if flags & os.O_CREAT:  # to write to it
+            opened.append(path.name)
+        return open_file(path, flags)
 
     strategy = strategy_for()
     model, optimizer, scheduler = prepared(strategy)
     train(strategy, model, optimizer, scheduler, [0])
     with (
         patch.multiple(sizes, FILE_COUNT=8, MIN_FILE_LIMIT_BYTES=1),
-        patch.object(dcp_save, "create_files", recorded),
-        patch.object(dcp_save, "force_to_disk", lambda paths: force(paths) or forced.extend(p.name for p in paths)),
-        patch.object(write_module, "_write", noted),
+        patch.object(component, "create_files", recorded),
+        patch.object(component, "force_to_disk", lambda paths: force(paths) or forced.extend(p.name for p in paths)),
+        patch.object(write_module, "opened", noted),
         patch.object(write_module, "_THREADS", 1),
     ):
         path = Path(strategy.save_ckpt(model, tmp_path, "t"))
@@ -298,6 +300,7 @@ def test_a_layout_is_made_again_only_for_tensors_that_are_not_alike(tmp_path):
         return list(laid_out), contents(path)
 
     component._layouts.clear()
+    component._last_seen.clear()
     made, first = save("one")
     assert made == ["model", "optimizer"]
     made, second = save("two")
@@ -317,7 +320,7 @@ def test_a_layout_is_made_again_only_for_tensors_that_are_not_alike(tmp_path):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_rank_that_is_late_to_make_its_files_keeps_nobody_from_saving(slow, tmp_path):
-    create = dcp_save.create_files
+    create = component.create_files
 
     def late(files):
         if dist.get_rank() == slow:
@@ -326,7 +329,7 @@ def test_a_rank_that_is_late_to_make_its_files_keeps_nobody_from_saving(slow, tm
 
     strategy = strategy_for()
     model, *_ = prepared(strategy)  # its optimizer has nothing yet: a file of which rank 0 writes no tensor
-    with patch.object(dcp_save, "create_files", late):
+    with patch.object(component, "create_files", late):
         path = strategy.save_ckpt(model, tmp_path, "t")
     assert verify_checkpoint(path).ok
     strategy.load_ckpt(model, tmp_path)

@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import signal
-import threading
 from pathlib import Path
 from unittest.mock import patch
 
@@ -191,18 +190,17 @@ def saved_once(folder):
 def die_between_files(folder, in_background):
     """Save a second checkpoint, and be killed when the first of its files of weights is written and others are not."""
     strategy, *run = saved_once(folder)
-    write, lock, begun = write_module._write, threading.Lock(), []
+    open_file, begun = write_module.opened, []
 
-    def dying(fd, runs, *args, **kwargs):
-        with lock:
-            name = runs[0].path.name
-            if begun and name != begun[-1]:
+    def dying(path, flags):
+        if flags & os.O_CREAT:  # to write to it
+            if begun:
                 os.kill(os.getpid(), signal.SIGKILL)
-            begun.append(name)
-            return write(fd, runs, *args, **kwargs)
+            begun.append(path)
+        return open_file(path, flags)
 
     train(strategy, *run, [1])
-    with patch.object(write_module, "_write", dying), patch.object(write_module, "_THREADS", 1):
+    with patch.object(write_module, "opened", dying), patch.object(write_module, "_THREADS", 1):
         strategy.save_ckpt(run[0], folder, layout=TrainerLayout(), save_latest=False, async_save=in_background)
         strategy.wait_for_checkpoint()
     raise AssertionError("the save was complete before the kill")

@@ -11,6 +11,7 @@ model's tensors in the files.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import shutil
 import sys
@@ -106,15 +107,62 @@ class FolderContent(Protocol):
         """Write the files; one rank calls it."""
 
 
+_CONFIGS = ("config", "generation_config")
+
+
+@dataclass
+class Configuration:
+    """A snapshot of the configuration of a transformers model, and the content of its files once they are written.
+
+    transformers takes milliseconds to write them, so the next save of an equal configuration writes the same content.
+    """
+
+    skeleton: Any
+    """A copy of the top-level module without parameters, buffers and children."""
+    regions: Mapping[str, Region]
+    """The tensors in the weight files, by their names in these files."""
+    content: dict[str, bytes] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module, regions: Mapping[str, Region]) -> Configuration:
+        """Copy the configurations of a model, unless the last snapshot has equal ones."""
+        last = model_state(model).get(_CONFIGURATION)
+        if last is not None and last._is_of(model, regions):
+            return last
+        skeleton = copy_module_shell(model)
+        for name in _CONFIGS:
+            if hasattr(skeleton, name):
+                setattr(skeleton, name, copy.deepcopy(getattr(skeleton, name)))
+        return model_state(model).set(_CONFIGURATION, cls(skeleton, regions))
+
+    def _is_of(self, model: nn.Module, regions: Mapping[str, Region]) -> bool:
+        pairs = [(getattr(self.skeleton, name, None), getattr(model, name, None)) for name in _CONFIGS]
+        with contextlib.suppress(ValueError, RuntimeError):  # arrays and tensors among the values cannot be compared
+            is_equal = all(type(a) is type(b) and (a is None or vars(a) == vars(b)) for a, b in pairs)
+            return is_equal and self.regions is regions
+        return False
+
+    def write(self, folder: Path) -> None:
+        """Write the files; one rank calls it."""
+        for name, content in self.content.items():
+            (folder / name).write_bytes(content)
+        if not self.content:
+            write_configuration(folder, self.skeleton, self.regions)
+            if not self.skeleton.is_remote_code():  # whose files are written, too
+                found = [path for name in _CONFIGS if (path := folder / f"{name}.json").exists()]
+                self.content = {path.name: path.read_bytes() for path in found}
+
+
+_CONFIGURATION = Slot[Configuration]("configuration in checkpoints")
+
+
 @dataclass(frozen=True)
 class SidecarFiles:
     """A snapshot of the sidecar files: an asynchronous save writes them when the trainer may have changed the model."""
 
     folder: Path
-    skeleton: nn.Module | None = None
-    """For a transformers model, on rank 0: a copy of the top-level module without parameters, buffers and children."""
-    regions: Mapping[str, Region] = field(default_factory=dict)
-    """The tensors in the weight files, by their names in these files."""
+    configuration: Configuration | None = None
+    """That of a transformers model, on rank 0."""
     source: Path | None = None
     """Folder to copy the tokenizer files from if no tokenizer is given."""
     adapters: AdapterFiles | None = None
@@ -130,13 +178,8 @@ class SidecarFiles:
     @classmethod
     def of(cls, folder: Path, model: nn.Module, regions: Mapping[str, Region], source: Path | None) -> SidecarFiles:
         """Copy the configurations of ``model``, without adapter modules, on the rank that writes the files."""
-        skeleton = None
-        if is_rank_0() and is_transformers_model(model):
-            skeleton = copy_module_shell(model)
-            for name in ("config", "generation_config"):
-                if hasattr(skeleton, name):
-                    setattr(skeleton, name, copy.deepcopy(getattr(skeleton, name)))
-        return cls(folder, skeleton, regions, source)
+        is_written_here = is_rank_0() and is_transformers_model(model)
+        return cls(folder, Configuration.of(model, regions) if is_written_here else None, source)
 
     @property
     def total_bytes(self) -> int:
@@ -147,8 +190,8 @@ class SidecarFiles:
         """Write the files, and without ``tokenizer`` copies of those in ``source``; one rank calls it."""
         if self.also_in is not None:
             replace(self, folder=self.also_in, also_in=None).write(tokenizer)
-        if self.skeleton is not None:
-            write_configuration(self.folder, self.skeleton, self.regions)
+        if self.configuration is not None:
+            self.configuration.write(self.folder)
         if self.adapters is not None:
             for adapter in self.adapters.regions:
                 self.adapters.write_configuration(adapter, self.adapters.adapter_folder(adapter, self.folder))

@@ -15,8 +15,6 @@ from torch import nn
 from fsdp2_strategy.checkpoint.components import ModelComponents
 from fsdp2_strategy.checkpoint.listing import LATEST
 from fsdp2_strategy.checkpoint.paths import CheckpointPaths, LayoutKind
-from fsdp2_strategy.distributed.agreement import all_or_none
-from fsdp2_strategy.errors import CheckpointError
 
 
 class Layout:
@@ -27,6 +25,8 @@ class Layout:
     """The entry of the directory of a run that names the newest checkpoint; no checkpoint can have this name."""
     needs_adapters_only: ClassVar[bool] = False
     """Whether a model with adapters is saved as with ``only_trainable``."""
+    is_collective: ClassVar[bool] = False
+    """Whether `components` makes collective calls."""
 
     def tag(self, step: int) -> str:
         """Return the default name of the checkpoint of a step."""
@@ -47,9 +47,8 @@ class Layout:
         left_out: Container[str] | None,
         ema: Mapping[str, torch.Tensor] | None,  # noqa: ARG002  for other layouts
     ) -> ModelComponents:
-        """Lay out a model without the weights that ``left_out`` names; collective. ``ema`` has averages by name."""
-        with all_or_none("save", CheckpointError):
-            return ModelComponents.of(root, paths, left_out)
+        """Lay out a model without the weights that ``left_out`` names. ``ema`` has averages by name."""
+        return ModelComponents.of(root, paths, left_out)
 
     def json_files(self, step: int, world_size: int, shard_size: int) -> dict[str, str]:  # noqa: ARG002
         """Return the layout's JSON files in the directory of the training state: content by name."""

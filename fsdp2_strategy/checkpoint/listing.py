@@ -6,6 +6,9 @@ Input: a directory. Output: its committed checkpoints and their manifests. `dire
 [Note: links] A symbolic link in the directory is never one of its checkpoints: it is not listed, counted, renamed or
 deleted, except for ``last``. A load may name a link; it then reads the checkpoint that the link leads to.
 
+[Note: kept manifests] A save lists the checkpoints in its directory several times, and the next save again. So lists
+keep the manifests that they have parsed, until the file has another inode, size or time. A load always reads the file.
+
 [Note: neighbours] Other people's files and directories may be in the directory. Those that cannot be read are ignored.
 """
 
@@ -17,6 +20,7 @@ import json
 import logging
 import os
 import re
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -60,6 +64,10 @@ _HIDDEN_NAME = re.compile(r"\.(?:\.[0-9]+\.)?(?P<tag>[^.].*)(?P<suffix>\.partial
 _SCANS = 3
 """How often a directory is listed if checkpoints vanish from it meanwhile."""
 _MAX_LATEST_BYTES = 4096
+_MOST_KEPT = 16
+"""How many manifests are kept; see [Note: kept manifests]."""
+_TICK_NS = 100_000_000
+"""More than the time between two values of a file system's clock."""
 
 FORMAT = "fsdp2_strategy"
 FORMAT_VERSION = 2
@@ -156,10 +164,20 @@ def tag_of(path: Path) -> str:
 
 def hidden_path(save_dir: Path, tag: str, suffix: str) -> Path:
     """Return a hidden name for a directory of a checkpoint that nothing has yet."""
-    path, number = save_dir / f".{tag}{suffix}", 2
-    while exists(path, follow_symlinks=False):
-        path, number = save_dir / f"..{number}.{tag}{suffix}", number + 1
-    return path
+    return numbered_path(save_dir, tag, suffix, free_number(save_dir, tag, suffix))
+
+
+def free_number(save_dir: Path, tag: str, suffix: str) -> int:
+    """Return the number of the first of the hidden names of a tag that nothing has yet."""
+    number = 1
+    while exists(numbered_path(save_dir, tag, suffix, number), follow_symlinks=False):
+        number += 1
+    return number
+
+
+def numbered_path(save_dir: Path, tag: str, suffix: str, number: int) -> Path:
+    """Return one of the hidden names of a tag, which are numbered from 1 on."""
+    return save_dir / (f".{tag}{suffix}" if number == 1 else f"..{number}.{tag}{suffix}")
 
 
 def _entries_of(save_dir: Path) -> list[Path]:
@@ -282,7 +300,7 @@ def extra_entries(path: Path, files: Iterable[str]) -> list[str]:
 def problem_of(path: Path, key: bytes | None = None) -> str:
     """Return why a checkpoint is unusable, or "": by its manifest, its files' lengths, and the signature by ``key``."""
     try:
-        manifest = read_manifest(path)
+        manifest = _listed_manifest(path)
         if key is not None:
             check_signature(path, manifest, key)
         for name, size in manifest["files"].items():
@@ -363,7 +381,7 @@ def linked_tag(save_dir: Path, tag: str) -> str | None:
 def read_checkpoint(path: Path) -> Checkpoint | None:
     """Return the checkpoint at ``path``, or None if it has no valid manifest."""
     try:
-        manifest = read_manifest(path)
+        manifest = _listed_manifest(path)
     except DamageError:
         return None
     return Checkpoint(
@@ -383,6 +401,28 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
 def models_in(manifest: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the models of a checkpoint, sorted; empty if it has one model."""
     return tuple(sorted(manifest.get("models", {})))
+
+
+_kept_manifests: dict[tuple[int, ...], Mapping[str, Any]] = {}
+"""By the identity of the file; see [Note: kept manifests]."""
+
+
+def _listed_manifest(path: Path) -> Mapping[str, Any]:
+    """Do what `read_manifest` does, from memory if the file is known; see [Note: kept manifests]."""
+    identity: tuple[int, ...] = ()
+    with contextlib.suppress(OSError):  # `read_manifest` tells
+        file = CheckpointPaths.found_in(path).manifest.lstat()
+        identity = (file.st_dev, file.st_ino, file.st_size, file.st_mtime_ns, file.st_ctime_ns)
+        if time.time_ns() - file.st_ctime_ns < _TICK_NS:  # a change at this moment would not change the time
+            identity = ()
+    if (kept := _kept_manifests.get(identity)) is not None:
+        return kept
+    manifest = read_manifest(path)
+    if identity:
+        while len(_kept_manifests) >= _MOST_KEPT:
+            _kept_manifests.pop(next(iter(_kept_manifests)), None)
+        _kept_manifests[identity] = manifest
+    return manifest
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from fsdp2_strategy.checkpoint.rotation import check_space, checkpoints_to_delet
 from fsdp2_strategy.checkpoint.save_request import ModelObjects, SaveRequest, objects_of_models
 from fsdp2_strategy.checkpoint.several_models import ONLY, Models
 from fsdp2_strategy.checkpoint.signature import read_key
-from fsdp2_strategy.checkpoint.storage import stage_gathered, stage_local, write_components
+from fsdp2_strategy.checkpoint.storage import SAME_TENSORS, stage_gathered, stage_local, write_components
 from fsdp2_strategy.checkpoint.trainable_only import LeftOut
 from fsdp2_strategy.checkpoint.training_state import (
     names_by_identity,
@@ -50,7 +50,7 @@ from fsdp2_strategy.checkpoint.training_state import (
     schedule_state,
     unwrap_and_reshard,
 )
-from fsdp2_strategy.distributed.agreement import all_or_none, check_equal, to_rank_0
+from fsdp2_strategy.distributed.agreement import all_or_none, results_on_rank_0
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import is_rank_0, rank, world_size
@@ -58,17 +58,20 @@ from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.peft.merge import is_peft_model
 from fsdp2_strategy.hf.tokenizers import check_tokenizer
 from fsdp2_strategy.model.failed_loads import check_usable
+from fsdp2_strategy.model.names import modules_unchanged
 from fsdp2_strategy.model.ranks import on_model_ranks
 from fsdp2_strategy.model.shards import shard_size_of_model
 from fsdp2_strategy.optim.schedule import check_schedule_of
 from fsdp2_strategy.storage.checksums import blocks_of, blocks_of_file
 from fsdp2_strategy.storage.component import Component
 from fsdp2_strategy.storage.json_files import as_json, check_json, write_bytes, write_text
+from fsdp2_strategy.storage.output_files import check_shared_folder
 
 
 @collective
 @on_model_ranks(takes_several=True)
 @gc_paused()
+@modules_unchanged()
 def save_checkpoint(
     model: Models,
     save_dir: str | Path,
@@ -188,22 +191,27 @@ def save_checkpoint(
     )
     for own in models.values():
         check_schedule_of(own.scheduler, own.optimizer, "save", CheckpointError)
-    request.agree_between_ranks()
-    with all_or_none("save", CheckpointError):
+    path, staging = request.path, background_save.staging()
+    with all_or_none("save", CheckpointError, has_terms=True) as terms:
+        request.agree_between_ranks(terms)
         request.check()
         request = _with_sharded_modules(request)
         if async_save:
             request = request.snapshot()
-    path, request = request.path, request.resolved()
-    laid_out = {name: _lay_out(request, name) for name in models}
-    staging = background_save.staging()
-    with all_or_none("save", CheckpointError):
+        request = request.resolved()
+        if is_rank_0():
+            terms.number = request.free_number()
+    request = request.with_partial(terms.number)
+    left_out = {name: _left_out(request, name) for name in models}
+    laid_out = {name: _lay_out(request, name, left_out[name]) for name in models} if layout.is_collective else {}
+    with all_or_none("save", CheckpointError, has_terms=True) as terms:
+        laid_out = laid_out or {name: _lay_out(request, name, left_out[name]) for name in models}
         plan = _plan(request, laid_out)
+        terms.require_equal([each.digest for each in plan.components], SAME_TENSORS)
+        terms.require_equal(plan.data, "loaders at the same position. Save after the same batch.")
         if async_save:
             staging.begin()
             plan = replace(plan, components=stage_local(plan.components, staging.copy_to_host))
-    if plan.data is not None:
-        check_equal("save", plan.data, CheckpointError, "loaders at the same position. Save after the same batch.")
     if async_save:
         plan = replace(plan, components=stage_gathered(plan.components, staging.copy_to_host))
         background_save.save_in_background(str(request.path), functools.partial(_execute, plan))
@@ -227,12 +235,18 @@ _LaidOut = tuple[CheckpointPaths, ModelComponents, LeftOut | None]
 """The paths of a model, its components, and what is left out."""
 
 
-def _lay_out(request: SaveRequest, name: str) -> _LaidOut:
-    """Lay out one of the models; collective."""
-    own, layout, paths = request.models[name], request.layout, request.partial_paths.of_model(name)
-    only_trainable = request.only_trainable or (layout.needs_adapters_only and is_peft_model(own.model))
-    left_out = LeftOut.of(own.model) if only_trainable else None
-    return paths, layout.components(own.model, paths, left_out.weights if left_out else None, own.ema), left_out
+def _left_out(request: SaveRequest, name: str) -> LeftOut | None:
+    """Choose the weights of a model to leave out, if the request is for the trainable ones; collective in this case."""
+    model = request.models[name].model
+    only_trainable = request.only_trainable or (request.layout.needs_adapters_only and is_peft_model(model))
+    return LeftOut.of(model) if only_trainable else None
+
+
+def _lay_out(request: SaveRequest, name: str, left_out: LeftOut | None) -> _LaidOut:
+    """Lay out one of the models; collective if `Layout.is_collective`."""
+    own, paths = request.models[name], request.partial_paths.of_model(name)
+    weights = left_out.weights if left_out else None
+    return paths, request.layout.components(own.model, paths, weights, own.ema), left_out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,9 +353,10 @@ def _execute(plan: _SavePlan) -> None:
     final = CheckpointPaths.of(request.path, partial.kind)
     _create_folders(plan)  # outside the try block: if it raises, another run may own the ``.partial`` directory
     try:
-        digests = _write(plan)
-        with all_or_none(f"commit {request.tag}", CheckpointError):
-            if is_rank_0():
+        with all_or_none(f"save {request.tag}", CheckpointError):
+            digests = results_on_rank_0(lambda: _write(plan))
+            if digests:
+                check_shared_folder(file for component in plan.components for file in component.files)
                 directory.warn_of_other_weights(partial, request.path, request.step)
                 directory.commit(partial, request.tag, request.manifest_entries(plan.shard_sizes), digests, plan.key)
     except CheckpointError:
@@ -394,29 +409,33 @@ def _create_folders(plan: _SavePlan) -> None:
             check_space(request.save_dir, needed_bytes, request.max_mem)
             for folder in [*(path.parent for path in plan.rank_files), paths.state / CHECKSUMS]:
                 folder.mkdir(parents=True)
+            for folder in [component.folder for component in plan.components]:
+                folder.mkdir(parents=True, exist_ok=True)
             if paths.is_lerobot:
-                paths.model.mkdir()
+                paths.model.mkdir(exist_ok=True)
 
 
-def _write(plan: _SavePlan) -> list[tuple[str, str]]:
-    """Write all files except the manifest; return on rank 0 the digests of the checksum manifests; collective."""
-    paths, tag, is_signed = plan.request.partial_paths, plan.request.tag, plan.request.is_signed
-    with all_or_none(f"write {tag}", CheckpointError):
-        blocks = write_components(plan.components)
-    with all_or_none(f"write the files of {tag} that are in no component", CheckpointError):
-        for path, content in plan.rank_files.items():
-            write_bytes(path, content)
-            blocks[path] = blocks_of(content, is_signed=is_signed)
-        if is_rank_0():
-            for sidecars, tokenizer in plan.sidecars:
-                sidecars.write(tokenizer)
-            for path, text in plan.json_files.items():
-                write_text(path, text)
-            tensor_files = {file.path for component in plan.components for file in component.files}
-            others = set(directory.shared_files(paths)) - tensor_files
-            blocks |= {path: blocks_of_file(path, is_signed=is_signed) for path in others}
-        digest = directory.write_checksums(paths, rank(), blocks)
-    return to_rank_0(digest)
+def _write(plan: _SavePlan) -> tuple[str, str]:
+    """Write all files except the manifest; return the digests of the checksum manifest of this rank.
+
+    Collective if regions are gathered.
+    """
+    paths, is_signed = plan.request.partial_paths, plan.request.is_signed
+    blocks = write_components(plan.components)
+    for path, content in plan.rank_files.items():
+        write_bytes(path, content)
+        blocks[path] = blocks_of(content, is_signed=is_signed)
+    if is_rank_0():
+        for sidecars, tokenizer in plan.sidecars:
+            sidecars.write(tokenizer)
+        for path, text in plan.json_files.items():
+            write_text(path, text)
+        for component in plan.components:
+            component.write_index()
+        tensor_files = {file.path for component in plan.components for file in component.files}
+        others = set(directory.shared_files(paths)) - tensor_files
+        blocks |= {path: blocks_of_file(path, is_signed=is_signed) for path in others}
+    return directory.write_checksums(paths, rank(), blocks)
 
 
 def wait_for_checkpoint() -> None:

@@ -20,11 +20,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.checkpoint.data_position import Loader
 from fsdp2_strategy.checkpoint.layout import Layout
-from fsdp2_strategy.checkpoint.listing import PARTIAL, check_tag, hidden_path
+from fsdp2_strategy.checkpoint.listing import PARTIAL, check_tag, free_number, numbered_path
 from fsdp2_strategy.checkpoint.paths import META, CheckpointPaths
 from fsdp2_strategy.checkpoint.rotation import check_limits
 from fsdp2_strategy.checkpoint.several_models import ONLY, Models, arguments_by_model
-from fsdp2_strategy.distributed.agreement import check_equal, from_rank_0
+from fsdp2_strategy.distributed.agreement import Terms
 from fsdp2_strategy.distributed.process_group import is_rank_0, world_size
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.storage.json_files import as_json, check_json
@@ -107,8 +107,8 @@ class SaveRequest:
         """Whether the checkpoint is signed."""
         return self.key_file is not None
 
-    def agree_between_ranks(self) -> None:
-        """Raise if the ranks request different saves, or an object is None on some ranks only; collective."""
+    def agree_between_ranks(self, terms: Terms) -> None:
+        """Require that all ranks request the same save, and that an object is None on all ranks or on none."""
         models = self.models.values()
         own_to_ranks = ("save_dir", "layout", "models", "dataloader", "client_state", "seed")
         objects = [self.dataloader, *(each for own in models for each in (own.optimizer, own.scheduler, own.ema))]
@@ -120,7 +120,7 @@ class SaveRequest:
             [given is None for given in objects],
         )
         expected = "the same directory, tag, step, limits and objects to save on all ranks. Pass the same arguments."
-        check_equal("save", arguments, CheckpointError, expected)
+        terms.require_equal(arguments, expected)
 
     def check(self) -> None:
         """Check the options that do not depend on the model."""
@@ -157,10 +157,16 @@ class SaveRequest:
         return replace(self, models={}, dataloader=None, client_state={})
 
     def resolved(self) -> Self:
-        """Return a request for the real path: a link may change while a background save writes; collective."""
-        save_dir = Path(os.path.realpath(self.save_dir))
-        free = hidden_path(save_dir, self.tag, PARTIAL).name if is_rank_0() else ""
-        return replace(self, save_dir=save_dir, partial=from_rank_0(free))
+        """Return a request for the real path: a link may change while a background save writes."""
+        return replace(self, save_dir=Path(os.path.realpath(self.save_dir)))
+
+    def free_number(self) -> int:
+        """Return the number of the first hidden name of the tag that nothing has; rank 0 calls it."""
+        return free_number(self.save_dir, self.tag, PARTIAL)
+
+    def with_partial(self, number: int) -> Self:
+        """Return a request that writes to the hidden directory with rank 0's number."""
+        return replace(self, partial=numbered_path(self.save_dir, self.tag, PARTIAL, number).name)
 
     @property
     def partial_paths(self) -> CheckpointPaths:

@@ -1,13 +1,14 @@
-"""Call `torch.distributed.checkpoint` with the components of a checkpoint, or with read requests.
+"""Write the components of a checkpoint, or call `torch.distributed.checkpoint` with read requests.
 
 Input: `Component`s, each a folder of files and the tensors to write to it; for a load, read requests. Output: the
-files and checksums; for a load, filled tensors. The planners, writer and reader are in `storage.dcp_save` and
-`storage.dcp_load`. DCP runs the phases, and raises errors on all ranks.
+files and checksums; for a load, filled tensors.
 
-[Note: beside DCP] Two steps have no place in DCP's phases. A tensor whose values in the files are not this rank's own
-(a conversion that cuts across shards) is gathered after `save`, one tensor at a time: a rank that fails within DCP's
-write phase would leave the others in a gather. And ranks that hold the same shards divide the reads; they broadcast
-what they read after `load`.
+A save has its own phases, since DCP's are eight collectives more: what a rank writes follows from its layouts, whose
+digests the ranks compare with the arguments of the save. A tensor whose values in the files are not this rank's own (a
+conversion that cuts across shards) is gathered after the others are written, one tensor at a time.
+
+In a load, DCP runs the phases, and raises errors on all ranks; planner and reader are in `storage.dcp_load`. Ranks that
+hold the same shards divide the reads; they broadcast what they read after DCP's `load`.
 """
 
 from __future__ import annotations
@@ -17,13 +18,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from fsdp2_strategy.checkpoint.paths import CheckpointPaths
 from fsdp2_strategy.distributed.agreement import all_or_none, error_text
@@ -31,15 +30,17 @@ from fsdp2_strategy.distributed.process_group import group_in_use, world_size
 from fsdp2_strategy.errors import CheckpointError, DamageError, some
 from fsdp2_strategy.hf.mismatches import CHECKPOINT, describe_shapes
 from fsdp2_strategy.storage.checksums import Block, Checksums
-from fsdp2_strategy.storage.component import Component
+from fsdp2_strategy.storage.component import Component, write_local
 from fsdp2_strategy.storage.dcp_load import LocalLoadPlanner, Reads, RegionReader
-from fsdp2_strategy.storage.dcp_save import ComponentWriter, LocalSavePlanner
 from fsdp2_strategy.storage.file_reads import repeated
 from fsdp2_strategy.storage.regions import Region
 from fsdp2_strategy.storage.safetensors_format import Entry, read_header
 from fsdp2_strategy.storage.shares import gathered_write_requests
 from fsdp2_strategy.storage.verified_read import ReadRequest
 from fsdp2_strategy.storage.write import WriteRequest, force_to_disk, write_all
+
+SAME_TENSORS = "the same names, shapes and dtypes of tensors on all ranks. Save the same state on all ranks."
+"""What `Component.digest` shows of a save; the end of an error."""
 
 LoadTargets = Sequence[tuple[str, Region, torch.Tensor]]
 """Tensors to fill, each with its name and the location of its values in files."""
@@ -68,24 +69,23 @@ def targets_by_name(what: str, tensors: Mapping[str, torch.Tensor], stored: Mapp
 
 
 def write_components(components: Sequence[Component]) -> dict[Path, list[Block]]:
-    """Write components and fsync their files; return the checksums of the bytes that this rank wrote; collective."""
-    writer = ComponentWriter()
-    state: dict[str, Any] = {f"{number}/{each.stem}": each for number, each in enumerate(components)}
-    with convert_dcp_errors():
-        save(
-            state,
-            storage_writer=writer,
-            planner=LocalSavePlanner(),
-            process_group=group_in_use(),
-            no_dist=not dist.is_initialized(),
-        )
-    for component in components:
-        if component.staged is None:
-            for name, requests in _gather_regions(component):
-                with all_or_none(f"write {name}", CheckpointError):
-                    writer.add_blocks(write_all(requests, hashed=True, is_signed=component.is_signed))
-                    force_to_disk([component.entries[name].path])
-    return writer.blocks
+    """Write components and fsync their files; return the checksums of the bytes that this rank wrote.
+
+    Their folders exist. Collective if regions are gathered: the next gather needs every rank.
+    """
+    gathers = [component for component in components if component.staged is None and component.layout.gathered]
+    if not gathers:
+        return write_local(components)
+    with all_or_none("write a checkpoint", CheckpointError):
+        blocks = write_local(components)
+    for component in gathers:
+        for name, requests in _gather_regions(component):
+            with all_or_none(f"write {name}", CheckpointError):
+                written = write_all(requests, hashed=True, is_signed=component.is_signed)
+                force_to_disk([component.entries[name].path])
+            for path, of_file in written.items():
+                blocks.setdefault(path, []).extend(of_file)
+    return blocks
 
 
 CopyToHost = Callable[[list[torch.Tensor]], list[torch.Tensor]]

@@ -15,13 +15,14 @@ If a rank has set the flag, every rank raises before the gradients are scaled, s
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from fsdp2_strategy.distributed.equal_values import digest_numbers, is_equal
 from fsdp2_strategy.distributed.lost_ranks import add_note_outside_calls, is_lost_rank
 from fsdp2_strategy.distributed.out_of_memory import snapshot_text
 from fsdp2_strategy.distributed.process_group import control_device, group_in_use, is_rank_0, world_size
@@ -34,32 +35,63 @@ T = TypeVar("T")
 _deferred: list[FSDP2StrategyError] = []
 
 
+class Terms:
+    """Values that are equal on all ranks, and a number of rank 0, which travel with the flag of an `all_or_none`."""
+
+    def __init__(self) -> None:
+        self._equal: list[tuple[object, str]] = []
+        self.number = 0
+        """Within the block, the number that rank 0 sends; after the block, rank 0's number on every rank."""
+
+    def require_equal(self, value: object, expected: str) -> None:
+        """Raise after the block if the ``repr`` of a value differs between ranks; ``expected`` ends the text."""
+        self._equal.append((value, expected))
+
+    def numbers(self) -> list[float]:
+        """Return the numbers to sum over the ranks."""
+        own = float(self.number) if is_rank_0() else 0.0
+        return [own, *digest_numbers([value for value, _ in self._equal])]
+
+    def check(self, sums: list[float], action: str, error: type[FSDP2StrategyError]) -> None:
+        """Take rank 0's number from the sums of `numbers`; raise if a value differs; collective if one does."""
+        number, *digests = sums
+        self.number = int(number)
+        if not is_equal(digests, world_size()):
+            for value, expected in self._equal:
+                check_equal(action, value, error, expected)
+
+
 @contextmanager
-def all_or_none(action: str, error: type[FSDP2StrategyError]) -> Iterator[None]:
+def all_or_none(action: str, error: type[FSDP2StrategyError], *, has_terms: bool = False) -> Iterator[Terms]:
     """Raise ``error`` on every rank if the block raised on any rank; collective.
 
     See [Note: agreed errors]. The message names the first failing rank and contains the text of its error. If all ranks
     fail with the same text, the message is this text. Blocks may be nested: if one rank fails in the outer block while
     the others wait in an inner one, all ranks raise.
 
+    With ``has_terms``, the same all-reduce compares values: see `Terms`, which the block gets.
+
     Raises:
-        FSDP2StrategyError: of the given class, on every rank, if the block raised on any rank.
+        FSDP2StrategyError: of the given class, on every rank, if the block raised on any rank, or values differ.
     """
     cause: Exception | None = None
+    terms = Terms()
     try:
-        yield
+        yield terms
     except Exception as failure:
         if getattr(failure, "is_agreed", False) or is_lost_rank(failure):
             raise  # an inner block made all ranks raise this error, or they can no longer agree on one
         cause = failure
     try:
-        has_failed = any_rank(cause is not None)
+        has_failed, *sums = _sums([float(cause is not None), *(terms.numbers() if has_terms else [])])
     except RuntimeError as lost:
         if cause is None:
             add_note_outside_calls(lost, f"the call to {action}")
             raise
         raise cause from None  # the other ranks cannot hear of it, because they are lost
     if not has_failed:
+        if has_terms:
+            terms.check(sums, action, error)
         return
     own = None if cause is None else error_text(cause)
     of_ranks: list[Any] = [None] * world_size()
@@ -115,18 +147,23 @@ def error_text(cause: BaseException) -> str:
 
 def any_rank(own: bool) -> bool:
     """Return whether ``own`` is true on any rank; collective; raises if the ranks have run different units."""
-    log = current_log()
-    numbers = [float(own), *(log.numbers() if log is not None else [])]
+    return bool(_sums([float(own)])[0])
+
+
+def _sums(numbers: list[float]) -> list[float]:
+    """Sum numbers over the ranks, in float64; collective; raises if the ranks have run different units."""
+    log, count = current_log(), len(numbers)
+    numbers = [*numbers, *(log.numbers() if log is not None else [])]
     # Not the default dtype: another thread may have changed it, as from_pretrained does while it builds a model.
     total = torch.tensor(numbers, dtype=torch.float64, device=control_device())
     if log is None:
         dist.all_reduce(total, group=group_in_use())
     else:
         log.all_reduce(total, "makes another collective call, or has failed")
-    has_any, *sums = total.tolist()
+    sums: list[float] = total.tolist()
     if log is not None:
-        log.check(sums)
-    return bool(has_any)
+        log.check(sums[count:])
+    return sums[:count]
 
 
 def check_equal(action: str, value: object, error: type[FSDP2StrategyError], expected: str) -> None:
@@ -139,6 +176,26 @@ def check_equal(action: str, value: object, error: type[FSDP2StrategyError], exp
     different = (digests != digests[0]).any(dim=1).nonzero().flatten().tolist()  # one call for all ranks
     if different:
         raise error(f"cannot {action}: ranks {different} differ from rank 0, expected {expected}")
+
+
+def results_on_rank_0(call: Callable[[], T]) -> list[T]:
+    """Gather the results of a call on rank 0; return an empty list on other ranks; collective.
+
+    If the call raises on some ranks, these raise after the gather, and rank 0 gets an empty list: call it at the end of
+    an `all_or_none` block, which makes the error that of all ranks.
+    """
+    failure: Exception | None = None
+    result: list[T] = []
+    try:
+        result.append(call())
+    except Exception as error:
+        if getattr(error, "is_agreed", False) or is_lost_rank(error):
+            raise
+        failure = error
+    of_ranks = to_rank_0(result)
+    if failure is not None:
+        raise failure
+    return [each for found in of_ranks for each in found] if all(of_ranks) else []
 
 
 def to_rank_0(value: T) -> list[T]:

@@ -411,6 +411,17 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def specs_of(tensors: Iterable[torch.Tensor]) -> list[object]:
+    """Return the spec of each DTensor, which has its mesh, placements and shape; None for a plain tensor."""
+    return [tensor._spec if isinstance(tensor, DTensor) else None for tensor in tensors]
+
+
+def flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the elements of tensors of one dtype and device, one after the other, in one call."""
+    flat: torch.Tensor = torch._utils._flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
+    return flat
+
+
 def with_placements(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, Any, tuple[Any, ...]]]:
     """Return the local tensor, mesh and placements of each tensor; a plain tensor has no mesh: (tensor, None, ())."""
     return [

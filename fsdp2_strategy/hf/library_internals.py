@@ -32,7 +32,9 @@ def build_from_config(kind: Any, config: Any) -> nn.Module:
 
 def names_not_saved(model: Any) -> tuple[str, ...]:
     """Return the names of a model's tensors that are not saved."""
-    return tuple(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    name = "_keys_to_ignore_on_save"
+    # Most modules have none, and the lookup in a module is slow if it fails.
+    return tuple(model.__dict__.get(name) or getattr(type(model), name, None) or ())
 
 
 def optional_name_patterns(model: Any) -> tuple[str, ...]:

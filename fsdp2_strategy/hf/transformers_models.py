@@ -18,7 +18,7 @@ from fsdp2_strategy.storage.regions import Region
 
 def is_transformers_model(model: nn.Module) -> bool:
     """Return whether a module is a transformers model."""
-    if not hasattr(model, "config"):
+    if "config" not in model.__dict__ and not hasattr(type(model), "config"):  # the lookup in a module is slow
         return False
     from transformers import PreTrainedModel  # noqa: PLC0415
 

@@ -7,7 +7,9 @@ name that contains the pattern: ``"norm"`` matches ``model.norm.weight``.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import nn
@@ -36,6 +38,9 @@ def named_modules(model: nn.Module, *, remove_duplicate: bool = True) -> list[tu
 
     A shared module has only its first name, or with ``remove_duplicate=False`` all of them.
     """
+    walks = _walks.get()
+    if walks is not None and (walked := walks.get((id(model), remove_duplicate))) is not None:
+        return walked.copy()
     found: list[tuple[str, nn.Module]] = []
     known: dict[nn.Module, None] = {}
     remaining: list[tuple[str, nn.Module | None]] = [("", model)]
@@ -48,7 +53,23 @@ def named_modules(model: nn.Module, *, remove_duplicate: bool = True) -> list[tu
         if children := module._modules:
             prefix = f"{name}." if name else ""
             remaining += [(prefix + key, child) for key, child in reversed(children.items())]
+    if walks is not None:
+        walks[id(model), remove_duplicate] = found.copy()  # its first entry keeps the model, and so the id
     return found
+
+
+_walks: ContextVar[dict[tuple[int, bool], list[tuple[str, nn.Module]]] | None] = ContextVar("walks", default=None)
+
+
+@contextmanager
+def modules_unchanged() -> Iterator[None]:
+    """Make `named_modules` walk over each model once within the block, in which no model gets or loses a module."""
+    token = None if _walks.get() is not None else _walks.set({})
+    try:
+        yield
+    finally:
+        if token is not None:
+            _walks.reset(token)
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

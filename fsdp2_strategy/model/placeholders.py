@@ -86,6 +86,11 @@ def any_offloaded() -> bool:
     return bool(_offloaded)
 
 
+def any_placeholders() -> bool:
+    """Return whether values of any tensor of this process are offloaded or computed; not collective."""
+    return bool(_offloaded or _computed)
+
+
 def full_tensor_of(tensor: torch.Tensor) -> torch.Tensor:
     """Gather the full tensor, also from placeholders; collective if the tensor is a DTensor."""
     if not isinstance(tensor, DTensor):

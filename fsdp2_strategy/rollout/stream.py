@@ -190,7 +190,7 @@ class _Source:
         self.action = f"stream {class_name(self.root)}"
         self._has_changed = False
 
-    def all_or_none(self) -> AbstractContextManager[None]:
+    def all_or_none(self) -> AbstractContextManager[object]:
         """Raise an error of this block on all ranks of the model."""
         return all_or_none(self.action, RolloutError) if self.is_collective else nullcontext()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +31,22 @@ rank writes one block per tensor, whose entry in the header alone is longer, or 
 _CHECKSUMS = record({"algorithm": text(), "blocks": json_object}, {"block_bytes": integer(1, _MAX_BLOCK_BYTES)})
 
 
+_range_of = attrgetter("begin", "end")
+
+
 def checksum_manifest(blocks: Mapping[str, Sequence[Block]]) -> bytes:
     """Return the content of the checksum manifest of one rank, from the blocks of each file by its name."""
+    ordered = {name: sorted(of_file, key=_range_of) for name, of_file in sorted(blocks.items())}
     manifest: dict[str, Any] = {
         "algorithm": ALGORITHM,
         "block_bytes": sizes.BLOCK_BYTES,
         "blocks": {
-            name: [[b.begin, b.end, b.digest, *([b.run_bytes, b.stride] if b.stride else [])] for b in sorted(of_file)]
-            for name, of_file in sorted(blocks.items())
+            name: [[b.begin, b.end, b.digest, *([b.run_bytes, b.stride] if b.stride else [])] for b in of_file]
+            for name, of_file in ordered.items()
         },
     }
-    if any(block.sha256 for of_file in blocks.values() for block in of_file):
-        manifest["sha256"] = {name: [b.sha256 for b in sorted(of_file)] for name, of_file in blocks.items()}
+    if any(block.sha256 for of_file in ordered.values() for block in of_file):
+        manifest["sha256"] = {name: [b.sha256 for b in of_file] for name, of_file in ordered.items()}
     return (json.dumps(manifest, separators=(",", ":")) + "\n").encode()
 
 

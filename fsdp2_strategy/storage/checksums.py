@@ -79,12 +79,26 @@ class BlockHash:
                 self._begin_block()
 
 
-def strided_block(begin: int, rows: memoryview, count: int, stride: int, *, is_signed: bool) -> Block:
-    """Return the block of ``count`` runs of equal length, which follow each other in ``rows``; see `Block`."""
-    run_bytes = len(rows) // count
-    sha256 = hashlib.sha256(rows).hexdigest() if is_signed else ""
-    end = begin + (count - 1) * stride + run_bytes
-    return Block(begin, end, xxhash.xxh3_64_hexdigest(rows), run_bytes, stride, sha256)
+class StridedBlockHash:
+    """Hash the runs of a strided block while they are written, in their order; see `Block`."""
+
+    def __init__(self, begin: int, run_bytes: int, stride: int, *, is_signed: bool) -> None:
+        """Begin at byte ``begin`` of a file."""
+        self._begin, self._run_bytes, self._stride, self._nbytes = begin, run_bytes, stride, 0
+        self._xxh3, self._sha256 = xxhash.xxh3_64(), hashlib.sha256() if is_signed else None
+
+    def update(self, part: memoryview) -> None:
+        """Hash the next runs."""
+        self._xxh3.update(part)
+        if self._sha256 is not None:
+            self._sha256.update(part)
+        self._nbytes += len(part)
+
+    def block(self) -> Block:
+        """Return the block of all runs."""
+        end = self._begin + (self._nbytes // self._run_bytes - 1) * self._stride + self._run_bytes
+        sha256 = self._sha256.hexdigest() if self._sha256 is not None else ""
+        return Block(self._begin, end, self._xxh3.hexdigest(), self._run_bytes, self._stride, sha256)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Save with `torch.distributed.checkpoint`: safetensors files, one pass, no gather, no pickle.
 
-Input: state dicts of any program, nested, with tensors and DTensors; or `Component`s. Output: safetensors files that
+Input: state dicts of any program, nested, with tensors and DTensors. Output: safetensors files that
 all ranks write in parallel, and any number of ranks can read::
 
     dcp.save(state, storage_writer=SafetensorsWriter(path), planner=LocalSavePlanner())
@@ -21,7 +21,6 @@ of them; plain tensors by the first rank.
 from __future__ import annotations
 
 import functools
-import hashlib
 import io
 import json
 import re
@@ -51,16 +50,16 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from fsdp2_strategy.distributed.process_group import rank, world_size
+from fsdp2_strategy.distributed.process_group import rank
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.storage.checksum_manifests import checksum_manifest
-from fsdp2_strategy.storage.checksums import Block, blocks_of
-from fsdp2_strategy.storage.component import Component
+from fsdp2_strategy.storage.checksums import Block
+from fsdp2_strategy.storage.component import Component, write_files
 from fsdp2_strategy.storage.json_files import write_bytes, write_text
 from fsdp2_strategy.storage.nested_states import FlatState, to_json
-from fsdp2_strategy.storage.output_files import check_shared_folder, create_files, index_of
+from fsdp2_strategy.storage.output_files import check_shared_folder
 from fsdp2_strategy.storage.staged_folder import StagedFolder
-from fsdp2_strategy.storage.write import WriteRequest, force_to_disk, write_all
+from fsdp2_strategy.storage.write import WriteRequest, write_all
 
 VALUES = "values.json"
 CHECKSUMS = "checksums"
@@ -74,7 +73,6 @@ class _Summary:
 
     digest: str
     """Of the headers of all files."""
-    folders: Sequence[Path]
     values: Mapping[str, str]
     """JSON by name: only what is not a tensor."""
 
@@ -89,27 +87,18 @@ class LocalSavePlanner(SavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
-        """Lay out the files of the state dict; not collective. A state dict of `Component`s has them already.
+        """Lay out the files of the state dict; not collective.
 
         Raises:
             CheckpointError: two values have one name, a value is neither a tensor nor JSON, or a dtype is unknown.
         """
-        self._values: Mapping[str, str] = {}
-        if any(isinstance(value, Component) for value in state_dict.values()):
-            self._components: Mapping[str, Component] = state_dict
-            return
         flat = FlatState.of(state_dict, "save")
-        self._components = {"": Component.of(Path(), flat.tensors)}
+        self._component = Component.of(Path(), flat.tensors)
         self._values = {name: to_json(name, value) for name, value in flat.values.items()}
 
     def create_local_plan(self) -> SavePlan:
         """Return a digest of the files in place of a plan, for the coordinator; see [Note: local plans]."""
-        headers = hashlib.sha256()
-        for component in self._components.values():
-            for file in component.files:
-                headers.update(str(file.path).encode() + file.header)
-        folders = [component.folder for component in self._components.values()]
-        return SavePlan([], planner_data=_Summary(headers.hexdigest(), folders, self._values))
+        return SavePlan([], planner_data=_Summary(self._component.layout.digest, self._values))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Compare the digests of the ranks, and merge their values; the coordinator calls it.
@@ -138,29 +127,27 @@ class LocalSavePlanner(SavePlanner):
         return plans, Metadata(dict(self._metadata(merged)))
 
     def _metadata(self, values: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
-        for key, component in self._components.items():
-            derived = component.layout.derived
-            if ("metadata", key) not in derived:
-                derived["metadata", key] = list(_metadata_of(key, component))
-            yield from derived["metadata", key]
+        derived = self._component.layout.derived
+        if "metadata" not in derived:
+            derived["metadata"] = list(_metadata_of(self._component))
+        yield from derived["metadata"]
         for name in values:
             yield name, BytesStorageMetadata()
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Return this rank's plan: an item for each box that it writes; on the coordinator, also for each value."""
-        requests: list[WriteRequest] = []
-        items: list[WriteItem] = []
-        for key, component in self._components.items():
-            own = component.write_requests()
-            requests += own
-            items += _write_items(key, component, own)
+        requests = self._component.write_requests()
+        derived = self._component.layout.derived
+        if "items" not in derived:  # those of the same layout are the same in the next save
+            derived["items"] = [_write_item(request) for request in requests]
+        items: list[WriteItem] = derived["items"]
         self._tensors = {item.index: request.tensor for item, request in zip(items, requests, strict=True)}
         self._texts: Mapping[str, str] = new_plan.planner_data.values
         values = [
             WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO, BytesIOWriteData(len(text)))
             for name, text in self._texts.items()
         ]
-        planned = _Planned(list(self._components.values()), requests)
+        planned = _Planned(self._component, requests)
         return SavePlan([*items, *values], storage_data=new_plan.storage_data, planner_data=planned)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -172,118 +159,27 @@ class LocalSavePlanner(SavePlanner):
 
 @dataclass(frozen=True)
 class _Planned:
-    """The files of a save, and a request for each write item of a tensor; the planner resolves its values."""
+    """The component of a save, and a request for each write item of a tensor; the planner resolves its values."""
 
-    components: Sequence[Component]
+    component: Component
     requests: Sequence[WriteRequest]
 
 
-def _fqn(key: str, name: str) -> str:
-    return f"{key}/{name}" if key else name
-
-
-def _metadata_of(key: str, component: Component) -> Iterator[tuple[str, TensorStorageMetadata]]:
+def _metadata_of(component: Component) -> Iterator[tuple[str, TensorStorageMetadata]]:
     for name, entry in component.entries.items():
         shape = torch.Size(entry.shape)
         chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
-        yield _fqn(key, name), TensorStorageMetadata(TensorProperties(entry.dtype), shape, [chunk])
+        yield name, TensorStorageMetadata(TensorProperties(entry.dtype), shape, [chunk])
 
 
-def _write_items(key: str, component: Component, requests: Sequence[WriteRequest]) -> list[WriteItem]:
-    """Return the items of a component's requests; those of its layout's shares are the same in the next save."""
-    derived, count = component.layout.derived, len(component.layout.shares)
-    if ("items", key) not in derived:
-        derived["items", key] = [_write_item(key, request) for request in requests[:count]]
-    return [*derived["items", key], *(_write_item(key, request) for request in requests[count:])]
-
-
-def _write_item(key: str, request: WriteRequest) -> WriteItem:
+def _write_item(request: WriteRequest) -> WriteItem:
     offsets, lengths = (torch.Size([each[i] for each in request.box]) for i in (0, 1))
     shape, properties = torch.Size(request.entry.shape), TensorProperties(request.entry.dtype)
     data = TensorWriteData(ChunkStorageMetadata(offsets, lengths), properties, shape)
-    return WriteItem(MetadataIndex(_fqn(key, request.entry.name), offsets), WriteItemType.SHARD, tensor_data=data)
+    return WriteItem(MetadataIndex(request.entry.name, offsets), WriteItemType.SHARD, tensor_data=data)
 
 
-class ComponentWriter(StorageWriter):
-    """Write the files of components; each rank writes its byte ranges directly into the shared files.
-
-    It writes into the components' own folders. What commits or replaces them stands around it.
-    """
-
-    def __init__(self) -> None:
-        self.blocks: dict[Path, list[Block]] = {}
-        """Checksums of the bytes that this rank wrote; on the coordinator, also those of the headers of all files."""
-
-    def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
-        """Begin a save."""
-        self.blocks = {}
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Keep whether this rank is the coordinator; not collective."""
-        self._is_coordinator = is_coordinator
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged."""
-        if not isinstance(plan.planner_data, _Summary):
-            raise CheckpointError(
-                "cannot save: the plan is not one of LocalSavePlanner, which lays out the files, expected planner="
-                "LocalSavePlanner(). Pass it to dcp.save."
-            )
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Create the folders; the coordinator calls it."""
-        for folder in plans[0].planner_data.folders:
-            folder.mkdir(parents=True, exist_ok=True)
-        return plans
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Create some of the files, write this rank's ranges of all files, and fsync what it created or wrote."""
-        planned: _Planned = plan.planner_data
-        root = Path(plan.storage_data or "")
-        self._components = [replace(each, folder=root / each.folder) for each in planned.components]
-        is_signed = any(component.is_signed for component in self._components)
-        files = [file for component in self._components for file in component.files]
-        if self._is_coordinator:
-            self.add_blocks({file.path: blocks_of(file.header, is_signed=is_signed) for file in files})
-        first, end = (n * len(files) // world_size() for n in (rank(), rank() + 1))
-        own = files[first:end]
-        create_files(own)
-        in_root = functools.cache(root.joinpath)
-        requests = []
-        for request, item in zip(planned.requests, plan.items, strict=False):  # items of values follow
-            values: Any = planner.resolve_data(item)
-            if plan.storage_data or values is not request.tensor:
-                entry = replace(request.entry, path=in_root(request.entry.path))
-                request = replace(request, entry=entry, tensor=values)  # noqa: PLW2901
-            requests.append(request)
-        written = write_all(requests, hashed=True, create=True, is_signed=is_signed)
-        self.add_blocks(written)
-        force_to_disk({*written, *(file.path for file in own)})  # other files may not exist yet
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([])
-        return done
-
-    def add_blocks(self, blocks: Mapping[Path, Sequence[Block]]) -> None:
-        """Add checksums of bytes that this rank wrote."""
-        for path, written in blocks.items():
-            self.blocks.setdefault(path, []).extend(written)
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Check that the files have the expected headers, and write each index; the coordinator calls it."""
-        for component in self._components:
-            check_shared_folder(component.files)
-            if len(component.files) > 1:
-                index = json.dumps(index_of(component.files), indent=2) + "\n"
-                write_text(component.folder / f"{component.stem}.safetensors.index.json", index)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
-        """Return False: DCP selects this writer only if it is passed."""
-        return False
-
-
-class SafetensorsWriter(ComponentWriter):
+class SafetensorsWriter(StorageWriter):
     """Write a state dict as a Hugging Face folder; each rank writes its byte ranges into the shared files.
 
     The folder is replaced all at once when all ranks have written: a kill before it leaves the earlier files.
@@ -294,13 +190,11 @@ class SafetensorsWriter(ComponentWriter):
     """
 
     def __init__(self, path: str | PathLike[str] | None = None, *, overwrite: bool = True) -> None:
-        super().__init__()
         self.path = None if path is None else Path(path).expanduser()
         self.overwrite = overwrite
 
     def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
         """Begin a save, to ``checkpoint_id`` if it is given."""
-        super().reset(checkpoint_id)
         if checkpoint_id is not None:
             self.path = Path(checkpoint_id).expanduser()
 
@@ -310,11 +204,20 @@ class SafetensorsWriter(ComponentWriter):
         Raises:
             CheckpointError: neither ``path`` nor ``checkpoint_id`` was given.
         """
-        super().set_up_storage_writer(is_coordinator)
+        self._is_coordinator = is_coordinator
         if self.path is None:
             raise CheckpointError(
                 "cannot save: there is no folder, expected one. Pass SafetensorsWriter(path), or checkpoint_id=path."
             )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan unchanged."""
+        if not isinstance(plan.planner_data, _Summary):
+            raise CheckpointError(
+                "cannot save: the plan is not one of LocalSavePlanner, which lays out the files, expected planner="
+                "LocalSavePlanner(). Pass it to dcp.save."
+            )
+        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Create the hidden folder that all ranks write to; the coordinator calls it.
@@ -336,10 +239,19 @@ class SafetensorsWriter(ComponentWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's ranges of all files, its checksums, and on the coordinator the values; fsync them."""
-        done = super().write_data(plan, planner)
+        planned: _Planned = plan.planner_data
         folder = Path(plan.storage_data)
+        component = self._component = replace(planned.component, folder=folder)
+        in_folder = functools.cache(folder.joinpath)
+        requests = []
+        for request, item in zip(planned.requests, plan.items, strict=False):  # items of values follow
+            values: Any = planner.resolve_data(item)
+            entry = replace(request.entry, path=in_folder(request.entry.path))
+            requests.append(replace(request, entry=entry, tensor=values))
+        write = functools.partial(write_all, requests, hashed=True, create=True)
+        blocks = write_files(component.files, write, is_signed=False, has_headers=self._is_coordinator)
         (folder / CHECKSUMS).mkdir(exist_ok=True)
-        by_name: dict[str, Sequence[Block]] = {path.name: found for path, found in self.blocks.items()}
+        by_name: dict[str, Sequence[Block]] = {path.name: found for path, found in blocks.items()}
         write_bytes(folder / CHECKSUMS / f"rank{rank():05d}.json", checksum_manifest(by_name))
         texts = {}
         for item in plan.items:
@@ -349,6 +261,8 @@ class SafetensorsWriter(ComponentWriter):
         if texts:
             content = ",\n".join(f"{json.dumps(name)}: {text}" for name, text in sorted(texts.items()))
             write_text(folder / VALUES, "{\n" + content + "\n}\n")
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -359,8 +273,14 @@ class SafetensorsWriter(ComponentWriter):
         """
         assert self.path is not None
         with _staged.pop(self.path) as staged:
-            super().finish(metadata, results)
+            check_shared_folder(self._component.files)
+            self._component.write_index()
             staged.publish(_earlier_files(self.path))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
+        """Return False: DCP selects this writer only if it is passed."""
+        return False
 
 
 _staged: dict[Path, StagedFolder] = {}

@@ -221,6 +221,5 @@ def read_into(fd: int, offset: int, memory: memoryview) -> None:
 
 def write_from(fd: int, offset: int, memory: memoryview) -> None:
     """Write all of ``memory`` at byte ``offset`` of an open file; threads may share the descriptor."""
-    while memory:
-        count = os.pwritev(fd, [memory], offset)
+    while (count := os.pwritev(fd, (memory,), offset)) < len(memory):
         memory, offset = memory[count:], offset + count

@@ -17,7 +17,7 @@ from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.process_group import rank, world_size
 from fsdp2_strategy.distributed.torch_internals import local_of
 from fsdp2_strategy.model.boxes import Box, LocalShard, ShardBox, is_split, row_major
-from fsdp2_strategy.model.placeholders import full_tensor_of, is_computed, values_of
+from fsdp2_strategy.model.placeholders import any_placeholders, full_tensor_of, is_computed, values_of
 from fsdp2_strategy.model.shards import local_shard, replica_of
 from fsdp2_strategy.storage.regions import Computed, Region, assemble, sources_of
 from fsdp2_strategy.storage.safetensors_format import Entry
@@ -126,7 +126,12 @@ def values_of_shares(
     held: dict[str, torch.Tensor] = {}
     found: list[tuple[Share, torch.Tensor]] = []
     computed_bytes = 0
+    has_placeholders = any_placeholders()
     for share in shares:
+        if not has_placeholders and share.view is None and share.rows is None:  # nearly all, if there are many
+            local = local_of(tensors[share.source])
+            found.append((share, local.detach() if local.requires_grad else local))
+            continue
         values = held.get(share.source)
         if values is None:
             tensor = tensors[share.source]

@@ -33,8 +33,9 @@ import torch
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.device_order import DeviceOrder
 from fsdp2_strategy.distributed.process_group import current_device, rank, world_size
+from fsdp2_strategy.distributed.torch_internals import flattened
 from fsdp2_strategy.model.boxes import Box
-from fsdp2_strategy.storage.checksums import Block, BlockHash, strided_block
+from fsdp2_strategy.storage.checksums import Block, BlockHash, StridedBlockHash, digest_of
 from fsdp2_strategy.storage.safetensors_format import Entry, memory_of, write_from
 
 _THREADS = 4
@@ -85,6 +86,109 @@ class _Run:
             self.end = self.offset + (count - 1) * self.stride + self.nbytes // count
 
 
+@dataclass(eq=False, slots=True)
+class _Packed:
+    """Small tensors whose bytes are those of the file: they are copied into one buffer, and written from there."""
+
+    nbytes: int
+    dtype: torch.dtype
+    spans: Sequence[tuple[int, int, int, Sequence[int]]]
+    """Of adjacent tensors: their file offset, their begin and end in the buffer, the offsets where blocks end."""
+    tensors: Sequence[torch.Tensor]
+
+
+_Group = list[_Run] | _Packed
+
+
+def _nbytes(group: _Group) -> int:
+    return group.nbytes if isinstance(group, _Packed) else sum(run.nbytes for run in group)
+
+
+class WritePlan:
+    """Requests without their values: the groups of adjacent runs, which are the same in each save of a layout.
+
+    Of many small tensors, most of the work is done here, once, and not for each tensor in each save.
+    """
+
+    def __init__(self, requests: Sequence[WriteRequest]) -> None:
+        """Plan requests whose tensors are on the meta device, and whose paths are relative to a folder."""
+        self._requests = requests
+        runs = [(run, (number, i)) for number, each in enumerate(requests) for i, run in enumerate(_runs(each))]
+        place = {id(run): number_and_index for run, number_and_index in runs}
+        self._packed: dict[Path, list[tuple[_Packed, list[int]]]] = {}
+        """By relative path: small tensors, and the numbers of their requests."""
+        self._groups: dict[Path, list[list[tuple[int, int]]]] = {}
+        """By relative path: of each run of another group the number of its request, and of the run there."""
+        for path, groups in _groups_by_path(run for run, _ in runs).items():
+            small = [group for group in groups if self._is_small(group, place)]
+            self._packed[path] = [
+                (_pack(part), [place[id(run)][0] for group in part for run in group]) for part in _parts(small)
+            ]
+            is_packed = {id(group) for group in small}
+            self._groups[path] = [[place[id(run)] for run in group] for group in groups if id(group) not in is_packed]
+        nothing = torch.empty(0, device="meta")
+        self._requests = [replace(request, tensor=nothing) for request in requests]  # which takes less memory
+
+    def _is_small(self, group: list[_Run], place: Mapping[int, tuple[int, int]]) -> bool:
+        """Return whether each run of a group is a small tensor that is stored as it is."""
+        return all(
+            run.nbytes <= sizes.SMALL_WRITE_BYTES
+            and run.tensor.dtype == run.dtype == group[0].dtype
+            and run.tensor.numel() == self._requests[place[id(run)][0]].tensor.numel()
+            and not run.stride
+            for run in group
+        )
+
+    def with_values(self, folder: Path, values: Sequence[torch.Tensor]) -> dict[Path, list[_Group]]:
+        """Return the groups with values, one for each request, by path in a folder."""
+        found: dict[Path, list[_Group]] = {}
+        runs: dict[int, list[_Run]] = {}
+
+        def runs_of(number: int, path: Path) -> list[_Run]:
+            if number not in runs:
+                request = self._requests[number]
+                entry = replace(request.entry, path=path)
+                runs[number] = list(_runs(replace(request, entry=entry, tensor=values[number])))
+            return runs[number]
+
+        for relative, of_path in self._packed.items():
+            path = folder / relative
+            groups = found[path] = []
+            for packed, numbers in of_path:
+                tensors = [values[number] for number in numbers]
+                if len({tensor.device for tensor in tensors}) == 1:
+                    groups.append(replace(packed, tensors=tensors))
+                else:  # the step of AdamW may be in host memory
+                    groups += _groups_by_path(runs_of(number, path)[0] for number in numbers)[path]
+            groups += [[runs_of(number, path)[i] for number, i in group] for group in self._groups[relative]]
+        return found
+
+
+def _parts(groups: Iterable[list[_Run]]) -> Iterator[list[list[_Run]]]:
+    """Divide groups of runs into parts of one dtype that fit into one buffer."""
+    part: list[list[_Run]] = []
+    size = 0
+    for group in sorted(groups, key=lambda group: str(group[0].dtype)):
+        nbytes = _nbytes(group)
+        if part and (size + nbytes > sizes.BLOCK_BYTES or group[0].dtype != part[0][0].dtype):
+            yield part
+            part, size = [], 0
+        part.append(group)
+        size += nbytes
+    if part:
+        yield part
+
+
+def _pack(groups: Sequence[list[_Run]]) -> _Packed:
+    """Return a plan to write groups from one buffer, without their tensors."""
+    ends = list(itertools.accumulate(map(_nbytes, groups)))
+    spans = [
+        (group[0].offset, end - _nbytes(group), end, _ends_of_blocks(group))
+        for group, end in zip(groups, ends, strict=True)
+    ]
+    return _Packed(ends[-1], groups[0][0].dtype, spans, ())
+
+
 def write_all(
     requests: Sequence[WriteRequest], *, hashed: bool = False, create: bool = False, is_signed: bool = False
 ) -> dict[Path, list[Block]]:
@@ -92,25 +196,57 @@ def write_all(
 
     Unless ``create``, a missing file is an error: the folder is not shared with the rank that created the file.
     """
+    runs = itertools.chain.from_iterable(map(_runs, requests))
+    queues: dict[Path, deque[_Group]] = {path: deque(groups) for path, groups in _groups_by_path(runs).items()}
+    return _write_queues(queues, hashed=hashed, create=create, is_signed=is_signed)
+
+
+def write_planned(
+    planned: Iterable[tuple[Path, WritePlan, Sequence[torch.Tensor]]],
+    further: Sequence[WriteRequest],
+    *,
+    is_signed: bool,
+) -> dict[Path, list[Block]]:
+    """Write values as plans say, each into a folder, and further requests; return the checksums of each file."""
+    queues: dict[Path, deque[_Group]] = {}
+    with torch.no_grad():
+        for folder, plan, values in planned:
+            for path, groups in plan.with_values(folder, values).items():
+                queues.setdefault(path, deque()).extend(groups)
+    for path, others in _groups_by_path(itertools.chain.from_iterable(map(_runs, further))).items():
+        queues.setdefault(path, deque()).extend(others)
+    return _write_queues(dict(sorted(queues.items())), hashed=True, create=True, is_signed=is_signed)
+
+
+def _groups_by_path(runs: Iterable[_Run]) -> dict[Path, list[list[_Run]]]:
+    """Return the groups of adjacent runs of each file, sorted by path and offset."""
     of_file: dict[Path, list[_Run]] = {}
-    for run in itertools.chain.from_iterable(map(_runs, requests)):
+    for run in runs:
         of_file.setdefault(run.path, []).append(run)
-    queues: dict[Path, deque[list[_Run]]] = {}
-    for path in sorted(of_file):
-        queues[path] = deque(_group_adjacent(sorted(of_file[path], key=lambda run: run.offset)))
+    return {path: list(_group_adjacent(sorted(of_file[path], key=lambda run: run.offset))) for path in sorted(of_file)}
+
+
+def _write_queues(
+    queues: dict[Path, deque[_Group]], *, hashed: bool, create: bool, is_signed: bool
+) -> dict[Path, list[Block]]:
     written: dict[Path, list[Block]] = {path: [] for path in queues}
     scratch = threading.local()
 
-    def work(path: Path, groups: deque[list[_Run]]) -> None:
+    def work(path: Path, groups: deque[_Group]) -> None:
         with torch.no_grad(), opened(path, os.O_WRONLY | (os.O_CREAT if create else 0)) as fd:
             while True:
                 try:
                     group = groups.popleft()
                 except IndexError:
                     return
-                written[path].extend(_write(fd, group, scratch, hashed=hashed, is_signed=is_signed))
+                if isinstance(group, _Packed):
+                    written[path].extend(_write_packed(fd, group, scratch, hashed=hashed, is_signed=is_signed))
+                else:
+                    written[path].extend(_write(fd, group, scratch, hashed=hashed, is_signed=is_signed))
 
-    _process_queues(work, queues)
+    total = sum(_nbytes(group) for groups in queues.values() for group in groups)
+    # Starting a thread takes as long as writing a few megabytes.
+    _process_queues(work, queues, min(_THREADS, sum(map(len, queues.values())), -(-total // sizes.BLOCK_BYTES)))
     return written
 
 
@@ -122,11 +258,14 @@ def force_to_disk(paths: Iterable[Path]) -> None:
         with opened(path, os.O_WRONLY) as fd:
             os.fsync(fd)
 
-    _process_queues(force, {path: deque([path]) for path in paths})
+    queues = {path: deque([path]) for path in paths}
+    _process_queues(force, queues, min(_THREADS, len(queues)))
 
 
-def _process_queues(work: Callable[[Path, deque[Any]], None], queues: Mapping[Path, deque[Any]]) -> None:
+def _process_queues(work: Callable[[Path, deque[Any]], None], queues: Mapping[Path, deque[Any]], threads: int) -> None:
     """Call ``work`` with files and their queues until all queues are empty, in threads; see [Note: write order]."""
+    if not queues:
+        return
     untaken = deque(queues)
     untaken.rotate(-(rank() * len(untaken) // world_size()))
     lock = threading.Lock()
@@ -140,8 +279,8 @@ def _process_queues(work: Callable[[Path, deque[Any]], None], queues: Mapping[Pa
         while queues[path := next_file()]:
             work(path, queues[path])
 
-    threads = min(_THREADS, sum(map(len, queues.values())))
-    if not threads:
+    if threads <= 1:
+        take_files()
         return
     with ThreadPoolExecutor(threads, initializer=DeviceOrder.of_this_thread().enter) as pool:
         workers = [pool.submit(take_files) for _ in range(threads)]
@@ -259,8 +398,7 @@ def _write(
     begin, filled = runs[0].offset, 0
     digest = BlockHash(begin, _ends_of_blocks(runs), is_signed=is_signed) if hashed else None
     for run in runs:
-        tensor, size = run.tensor, run.nbytes
-        as_stored = tensor.device.type == "cpu" and tensor.dtype == run.dtype and tensor.is_contiguous()
+        tensor, size, as_stored = run.tensor, run.nbytes, _is_as_stored(run)
         if as_stored and (size > sizes.SMALL_WRITE_BYTES or len(runs) == 1):
             if filled:
                 _write_bytes(fd, begin, memory_of(_buffer(scratch)[:filled]), digest)
@@ -280,15 +418,52 @@ def _write(
     return digest.blocks if digest else ()
 
 
+def _write_packed(
+    fd: int, group: _Packed, scratch: threading.local, *, hashed: bool, is_signed: bool
+) -> Sequence[Block]:
+    """Write small tensors from one buffer."""
+    flat = flattened(group.tensors).to(group.dtype)
+    if flat.device.type != "cpu":
+        flat = _buffer(scratch)[: group.nbytes].view(group.dtype).copy_(flat)
+    memory = memory_of(flat)
+    blocks: list[Block] = []
+    for offset, begin, end, ends in group.spans:
+        part = memory[begin:end]
+        if hashed and len(ends) == 1 and end - begin <= sizes.CACHED_BYTES and not is_signed:
+            blocks.append(Block(offset, ends[0], digest_of(part)))
+            write_from(fd, offset, part)
+            continue
+        digest = BlockHash(offset, ends, is_signed=is_signed) if hashed else None
+        _write_bytes(fd, offset, part, digest)
+        blocks += digest.blocks if digest is not None else ()
+    return blocks
+
+
 def _write_rows(fd: int, run: _Run, scratch: threading.local, *, hashed: bool, is_signed: bool) -> Sequence[Block]:
-    """Write rows with gaps between them."""
-    rows = _buffer(scratch)[: run.nbytes].view(len(run.tensor), -1)
-    rows.view(run.dtype).view(run.tensor.shape).copy_(run.tensor)
-    for number, row in enumerate(rows):
-        write_from(fd, run.offset + number * run.stride, memory_of(row))
-    if not hashed:
-        return ()
-    return [strided_block(run.offset, memory_of(rows), len(rows), run.stride, is_signed=is_signed)]
+    """Write rows with gaps between them: from the tensor's memory if possible, else from a scratch buffer."""
+    values = run.tensor
+    if not _is_as_stored(run):
+        values = _buffer(scratch)[: run.nbytes].view(run.dtype).view(run.tensor.shape)
+        values.copy_(run.tensor)
+    memory, count = memory_of(values), len(run.tensor)
+    row_bytes = run.nbytes // count
+    digest = StridedBlockHash(run.offset, row_bytes, run.stride, is_signed=is_signed) if hashed else None
+    part_bytes = max(1, sizes.CACHED_BYTES // row_bytes) * row_bytes
+    offset = run.offset
+    for begin in range(0, run.nbytes, part_bytes):
+        part = memory[begin : begin + part_bytes]
+        if digest is not None:
+            digest.update(part)
+        for at in range(0, len(part), row_bytes):  # the kernel has no call for ranges with gaps
+            write_from(fd, offset, part[at : at + row_bytes])
+            offset += run.stride
+    return [digest.block()] if digest is not None else ()
+
+
+def _is_as_stored(run: _Run) -> bool:
+    """Return whether the bytes of a run's tensor are those of the file."""
+    tensor = run.tensor
+    return tensor.device.type == "cpu" and tensor.dtype == run.dtype and tensor.is_contiguous()
 
 
 def _buffer(scratch: threading.local) -> torch.Tensor:

@@ -60,6 +60,7 @@ class LeRobotLayout(Layout):
     kind: ClassVar[LayoutKind] = "lerobot"
     newest_name: ClassVar[str] = LAST
     needs_adapters_only: ClassVar[bool] = True
+    is_collective: ClassVar[bool] = True
     total_steps: int
     """Optimizer steps of the whole run. Names of checkpoints have as many digits as this number, but at least six."""
     batch_size: int | None = None

@@ -32,6 +32,7 @@ class TrainerLayout(Layout):
 
     kind: ClassVar[LayoutKind] = "trainer"
     needs_adapters_only: ClassVar[bool] = True
+    is_collective: ClassVar[bool] = True
     files: Mapping[str, str] = field(default_factory=dict)
     """Text files to write next to the weights, such as ``trainer_state.json``: content by name."""
 
