@@ -165,13 +165,14 @@ def measure(call: Callable[[Cost, Meter], None], *, counts_calls: bool) -> Cost:
     """Run a call that a plan returned; count its calls, or else measure its processor time."""
     cost = Cost()
     meter = Meter(cost, counts_calls=counts_calls)
-    gc.collect()
-    gc.freeze()  # else the garbage collector would look at the model again and again
+    if not counts_calls:
+        gc.collect()  # and not again: it would look at the whole model each time
+    gc.disable()
     try:
         with exchange(cost):
             call(cost, meter)
     finally:
-        gc.unfreeze()
+        gc.enable()
     return cost
 
 

@@ -2,90 +2,79 @@
 
 from __future__ import annotations
 
-import logging
+import json
+import os
+import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import scale_plans
-from scale_plans import PLANS, meta_model, whole_step
+from scale_plans import PLANS, meta_model
 
 from fsdp2_strategy import StrategyConfig
 from fsdp2_strategy.sharding.plan import plan_units
 
+TESTS = Path(__file__).parent
 TENSORS, RANKS = (39, 156), (8, 512)
 CALLS_OF_A_RANK = {"save": 250, "load": 100, "stream": 30}
 """Calls that a plan may make for each rank: rank 0 for its files, which are in the manifest; a stream on CPUs for its
 broadcast. torch makes up to three calls for each rank in each other collective."""
-GROW_ON_THE_WIRE = {"save"}
-"""Plans of which ranks receive bytes for each tensor; the others follow from what every rank knows."""
 BYTES_OF_A_RANK = {"save": 1100, "load": 400}
 """Bytes for each rank that rank 0 may receive."""
 
 
-@pytest.fixture(autouse=True)
-def _quiet(caplog):
-    caplog.set_level(logging.CRITICAL, logger="fsdp2_strategy")
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def costs(plan, ranks, count, folder):
-    """Return the costs of a first and of a later run."""
-    own = folder / f"{ranks}-{count}"
-    own.mkdir()
-    call = plan(ranks, count, own)
-    return [scale_plans.measure(call, counts_calls=True) for _ in range(2)]
-
-
 @cache
-def warmed_up(name, folder):
-    """Run a plan once: Python and torch read modules at their first use."""
-    costs(PLANS[name], 2, 12, folder)
+def grown(names, tensors, ranks):
+    """Return what `helpers.growth` counts."""
+    command = [sys.executable, "-m", "helpers.growth", *map(str, (*tensors, *ranks)), *names]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
-def check_growth(name, folder, tensors, ranks):
-    warmed_up(name, folder)
-    few, many = (costs(PLANS[name], ranks[0], count, folder) for count in tensors)
-    on_many_ranks = costs(PLANS[name], ranks[1], tensors[0], folder)
-    for before, more, spread in zip(few, many, on_many_ranks, strict=True):
+def check_growth(name, found, tensors, ranks):
+    assert not isinstance(found[name], str), found[name]
+    for before, more, spread in zip(*found[name], strict=True):
         for counted in ("python_calls", "c_calls"):
-            base, by_tensors, by_ranks = (getattr(cost, counted) for cost in (before, more, spread))
+            base, by_tensors, by_ranks = (cost[counted] for cost in (before, more, spread))
             assert by_tensors <= 1.1 * base * tensors[1] / tensors[0], (counted, "with tensors")
-            extra = CALLS_OF_A_RANK.get(name, 3 * before.rounds) * (ranks[1] - ranks[0])
+            extra = CALLS_OF_A_RANK.get(name, 3 * before["rounds"]) * (ranks[1] - ranks[0])
             assert by_ranks <= 1.1 * base + extra, (counted, "with ranks")
-        assert more.rounds == spread.rounds == before.rounds
-        with_tensors = tensors[1] / tensors[0] if name in GROW_ON_THE_WIRE else 1
-        assert more.received_bytes <= 1.1 * with_tensors * before.received_bytes
-        of_a_rank = BYTES_OF_A_RANK.get(name, 32 * before.rounds)  # digests are compared
-        assert spread.received_bytes - before.received_bytes <= of_a_rank * (ranks[1] - ranks[0])
+        assert more["rounds"] == spread["rounds"] == before["rounds"]
+        assert more["received_bytes"] <= 1.1 * before["received_bytes"], "plans follow from what every rank knows"
+        of_a_rank = BYTES_OF_A_RANK.get(name, 32 * before["rounds"])  # digests are compared
+        assert spread["received_bytes"] - before["received_bytes"] <= of_a_rank * (ranks[1] - ranks[0])
 
 
+@pytest.mark.xdist_group("growth")  # one process counts for all plans
 @pytest.mark.parametrize("name", PLANS)
-def test_calls_grow_in_proportion_to_tensors_and_not_with_ranks(name, tmp_path):
-    check_growth(name, tmp_path, TENSORS, RANKS)
+def test_calls_grow_in_proportion_to_tensors_and_not_with_ranks(name):
+    check_growth(name, grown(tuple(PLANS), TENSORS, RANKS), TENSORS, RANKS)
 
 
 @pytest.mark.full
 @pytest.mark.each
 @pytest.mark.parametrize("name", PLANS)
-def test_the_same_for_thousands_of_tensors_and_ranks(name, tmp_path):
-    check_growth(name, tmp_path, (900, 3600), (64, 4096))
+def test_the_same_for_thousands_of_tensors_and_ranks(name):
+    tensors, ranks = (900, 3600), (64, 4096)
+    check_growth(name, grown((name,), tensors, ranks), tensors, ranks)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_a_step_exchanges_few_numbers_at_once(ranks, tmp_path):
-    _first, cost = costs(whole_step, ranks, 21, tmp_path)  # the first step also has numbers of each rank, for the log
-    assert cost.rounds == 1
-    assert cost.received_bytes < 400 + 2 * 21, "two bytes per tensor: which have gradients, counted over the ranks"
+@pytest.mark.xdist_group("growth")
+def test_a_step_exchanges_few_numbers_at_once(ranks):
+    found = grown(("step",), (21, 21), RANKS)["step"]
+    _first, cost = found[0 if ranks == RANKS[0] else 2]  # the first step also has numbers of each rank, for the log
+    assert cost["rounds"] == 1
+    assert cost["received_bytes"] < 400 + 2 * 21, "two bytes per tensor: which have gradients, counted over the ranks"
 
 
 class Nested(nn.Module):
