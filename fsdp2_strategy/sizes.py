@@ -51,6 +51,8 @@ BROADCAST_BYTES = 32 << 20
 
 # --- host memory -----------------------------------------------------------------------------------------------------
 
+POPULATED_BYTES = 64 << 10
+"""Minimum size of new memory whose pages are allocated with one system call before a read fills it."""
 STAGING_BYTES = 256 << 20
 """Size of a host buffer of an asynchronous save; a power of two, because torch rounds pinned allocations up to one."""
 OFFLOAD_BYTES = 128 << 20

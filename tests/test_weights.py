@@ -7,8 +7,10 @@ import errno
 import gc
 import io
 import json
+import mmap
 import os
 import pickle
+import resource
 import shutil
 import weakref
 from itertools import pairwise
@@ -44,6 +46,7 @@ from fsdp2_strategy.hf import load
 from fsdp2_strategy.hf.load_plan import LoadReport
 from fsdp2_strategy.hf.meta.recorded_init import recorded_tensor
 from fsdp2_strategy.storage import verified_read
+from fsdp2_strategy.storage.new_memory import populate
 from fsdp2_strategy.storage.verified_read import Reader
 
 WORLDS = (1, 2, 3)
@@ -153,7 +156,7 @@ def test_hybrid_sharding_reads_once_per_shard_group_and_replicas_agree(tmp_path)
         model = transformers.Qwen3MoeForCausalLM.from_pretrained(tmp_path)
     shard_model(model, build_mesh(2), StrategyConfig(bf16=False))
     readers = []
-    monkeypatch.setattr(load, "Reader", lambda what: readers.append(Reader(what)) or readers[-1])
+    monkeypatch.setattr(load, "Reader", lambda *a, **k: readers.append(Reader(*a, **k)) or readers[-1])
     load_weights(model)
     count = torch.tensor(sum(reader.bytes_read for reader in readers))
     dist.all_reduce(count)
@@ -205,6 +208,28 @@ def test_a_rank_holds_its_shard_and_little_more_while_it_loads(tmp_path, run_on)
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     run_on(2, load_in_little_memory, folder=tmp_path)
+
+
+def test_new_memory_gets_its_pages_in_few_calls_and_memory_with_values_keeps_them():
+    new = torch.empty(2**26, dtype=torch.uint8)
+    populate(new)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    new.fill_(1)
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < new.nbytes / mmap.PAGESIZE / 100
+    populate(new[1000:-1000])  # neither begins nor ends at a page
+    assert new.unique().tolist() == [1]
+
+
+@pytest.mark.ranks(2)
+def test_only_a_load_into_new_memory_allocates_pages(folder):
+    with init_on_meta():
+        model = LlamaForCausalLM.from_pretrained(folder)
+    shard_model(model, config=StrategyConfig(bf16=False))
+    with patch.object(verified_read, "populate") as calls:
+        load_weights(model)
+        assert calls.call_count == len(list(model.parameters()))
+        load_weights(model)
+        assert calls.call_count == len(list(model.parameters()))
 
 
 # --- what is built, and how -------------------------------------------------------------------------------------------

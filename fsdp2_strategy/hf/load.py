@@ -124,11 +124,12 @@ def _load(model: nn.Module, path: str | Path | None, *, allowed: AllowedMissing,
     check_equal(f"load {name}", recording_digests(to_initialise, plain), CheckpointError, fix)
     with all_or_none(f"load {name}", CheckpointError):
         count_change(root)
+        is_new = has_uninitialised_tensors(root)
         materialize(root, current_device())
         for alias, target in aliases:
             alias.put(target.tensor)
         requests, broadcasts = divide_reads((t.name, t.regions[0], t.tensor) for t in targets if t.regions)
-        with Reader(f"loading {name}") as reader:
+        with Reader(f"loading {name}", fills_new_memory=is_new) as reader:
             reader.read(requests)
     for shared in broadcasts:
         shared.run()

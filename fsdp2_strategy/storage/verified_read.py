@@ -35,6 +35,7 @@ from fsdp2_strategy.errors import CheckpointError, DamageError, counted
 from fsdp2_strategy.model.boxes import Box
 from fsdp2_strategy.storage.checksums import Block, CheckedRange, Checksums, Hasher, adjacent_ranges
 from fsdp2_strategy.storage.file_reads import SourceFile, read_repeats
+from fsdp2_strategy.storage.new_memory import populate
 from fsdp2_strategy.storage.regions import Computed, Piece, Region, sources_of, target_of, value_of
 from fsdp2_strategy.storage.safetensors_format import Entry, memory_of, read_parts_into
 
@@ -181,10 +182,19 @@ class Reader:
     """Read from any number of files and open each file once; use it in a ``with`` block.
 
     With ``total_bytes``, all reads of the block have one `Progress`; with 0 none; else each call of `read` its own.
+    With ``fills_new_memory``, tensors have no pages yet; see `new_memory`.
     """
 
-    def __init__(self, what: str, checksums: Checksums | None = None, total_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        what: str,
+        checksums: Checksums | None = None,
+        total_bytes: int | None = None,
+        *,
+        fills_new_memory: bool = False,
+    ) -> None:
         self._what = what
+        self._fills_new_memory = fills_new_memory
         self._progress = None if total_bytes is None else self._begin_progress(total_bytes)
         self._checksums = checksums
         self._checked: set[tuple[Path, int]] = set()
@@ -339,6 +349,9 @@ class Reader:
     def _read_ranges(self, reads: _Ranges) -> None:
         """Read directly into the targets, or through the scratch buffer for casts, other devices or partial blocks."""
         begin, end = reads.begin, reads.end
+        if self._fills_new_memory:
+            for each in reads.ranges:
+                populate(each.target)
         if reads.is_direct:
             self._read_checked(reads, reads.checked, begin, [memory_of(read.target) for read in reads.ranges])
             return
