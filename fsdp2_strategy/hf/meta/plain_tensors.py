@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import functools
 import types
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,10 @@ _LIBRARIES = ("fsdp2_strategy", "torch.distributed", "torch.fx", "torch.autograd
 _SCALARS = (str, bytes, bytearray, int, float, complex, bool, types.NoneType)
 _WITHOUT_TENSORS = (*_SCALARS, type, types.ModuleType, types.CodeType)
 _SEQUENCES = (list, tuple, set, frozenset, deque)
+_CONTAINERS = {dict, OrderedDict, *_SEQUENCES}
+_CACHES = (torch.Tensor, list, dict, tuple)
+_WITHOUT_ATTRIBUTES = {dict, *_SEQUENCES, types.FunctionType, types.MethodType}
+"""Types whose own instances, unlike those of their subclasses, have no attributes, or none that a model uses."""
 
 _Step = tuple[Any, str, Any, Any, nn.Module | None]
 """A value; its path from the module; where it can be replaced, a list or dict and its key (None: nowhere); and the
@@ -60,27 +64,42 @@ class PlainTensor:
 
 def plain_tensors(modules: Mapping[nn.Module, str], registered: Set[int]) -> Iterator[PlainTensor]:
     """Yield the plain meta tensors of modules, once per reference; do not enter other modules that are registered."""
+    without_tensors: dict[int, Any] = {}
+    of_classes: dict[type[nn.Module], list[_Step]] = {}
     for module, name in modules.items():
-        for value, path, holder, key, owner in _references(module, registered):
+        cls = type(module)
+        if cls not in of_classes:
+            of_classes[cls] = [*_of_classes(cls)]
+        steps = [*_attributes(module, is_registered=True), *of_classes[cls]]
+        for value, path, holder, key, owner in _tensors_in(steps, registered, without_tensors):
             is_on_meta = isinstance(value, torch.Tensor) and value.is_meta
             if is_on_meta and not (is_offloaded_tensor(value) or is_computed(value)):
                 full = f"{name}{path}" if name else path.removeprefix(".")
                 yield PlainTensor(full, value, holder, key, owner, module)
 
 
-def _references(module: nn.Module, registered: Set[int]) -> Iterator[_Step]:
-    """Yield all values that a module refers to, except through registered tensors and modules."""
-    steps: list[_Step] = [*_attributes(module, is_registered=True), *_of_classes(type(module))]
-    steps.reverse()
-    seen = {id(module)}
-    while steps:
-        step = steps.pop()
-        value = step[0]
-        if isinstance(value, torch.Tensor):
-            yield step  # each reference, because each may have to be replaced
-        elif not isinstance(value, _WITHOUT_TENSORS) and id(value) not in seen and id(value) not in registered:
-            seen.add(id(value))
-            steps += reversed([*_contents(value, step[1])])
+def _tensors_in(values: Iterable[_Step], registered: Set[int], without_tensors: dict[int, Any]) -> Iterator[_Step]:
+    """Yield all tensors that the values of a module refer to, except through registered modules.
+
+    Values from which no tensor can be reached, such as a configuration that all modules share, are added to
+    ``without_tensors`` by their ids, and not entered again.
+    """
+    seen: dict[int, Any] = {}
+    for first in values:
+        steps, entered, has_tensors = [first], dict[int, Any](), False
+        while steps:
+            step = steps.pop()
+            value = step[0]
+            if isinstance(value, torch.Tensor):
+                has_tensors = True
+                yield step  # each reference, because each may have to be replaced
+            elif not isinstance(value, _WITHOUT_TENSORS) and (number := id(value)) not in registered:
+                if number in seen:
+                    has_tensors = True
+                elif number not in entered and number not in without_tensors:
+                    entered[number] = value
+                    steps += reversed([*_contents(value, step[1])])
+        (seen if has_tensors else without_tensors).update(entered)
 
 
 def _attributes(module: nn.Module, path: str = "", *, is_registered: bool) -> Iterator[_Step]:
@@ -89,6 +108,8 @@ def _attributes(module: nn.Module, path: str = "", *, is_registered: bool) -> It
         if name in _REGISTERED:
             if not is_registered:
                 yield from ((each, f"{path}.{own}", value, own, module) for own, each in value.items())
+        elif type(value) in _CONTAINERS and not value:
+            continue  # most attributes of a module are empty dicts of hooks
         elif name != ATTACHED and not name.startswith(STATE_OF_FSDP):
             yield value, f"{path}.{name}", attributes, name, None
 
@@ -98,7 +119,7 @@ def _of_classes(cls: type) -> Iterator[_Step]:
     for each in cls.__mro__:
         if not str(each.__module__).startswith(("torch.", "builtins")):
             for name, value in vars(each).items():
-                if isinstance(value, (torch.Tensor, list, dict, tuple)) and not name.startswith("__"):
+                if isinstance(value, _CACHES) and not name.startswith("__"):
                     yield value, f".{name}", None, None, None
 
 
@@ -119,7 +140,7 @@ def _contents(value: Any, path: str) -> Iterator[_Step]:
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             yield _content_of(cell), f"{path}.{name}", None, None, None
         yield from ((each, path, None, None, None) for each in (value.__defaults__, value.__kwdefaults__))
-    if not isinstance(value, (nn.Module, types.FunctionType, types.MethodType)):
+    if not (type(value) in _WITHOUT_ATTRIBUTES or isinstance(value, nn.Module)):
         yield from _of_object(value, path)
 
 

@@ -189,7 +189,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        read = _storages_of((args, kwargs))
+        read = _storages_of([*args, *kwargs.values()])
         written = _storages_of(written_arguments(function, args, kwargs))
         for earlier in _recordings:
             if not written.isdisjoint(earlier.changed_since_init):
@@ -200,8 +200,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
         if read and _needs_values(function, args, kwargs):
             return self._run_with_values(function, args, kwargs)
-        kept_args, kept_kwargs = tree_map(_snapshot, (tuple(args), kwargs))
-        on_meta = tree_map(_on_meta, (tuple(args), kwargs)) if read else (args, kwargs)
+        kept_args, kept_kwargs = _mapped(_snapshot, args, kwargs)
+        on_meta = _mapped(_on_meta, args, kwargs) if read else (args, kwargs)
         try:
             result = function(*on_meta[0], **on_meta[1])
         except RuntimeError as error:  # also NotImplementedError: some operations do not run on meta
@@ -211,7 +211,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # A detached alias refers to this storage, even if the parameter's ``.data`` is assigned later.
         outputs = {
             i: t.detach()
-            for i, t in enumerate(tree_leaves(result))
+            for i, t in enumerate(_leaves([result]))
             if isinstance(t, torch.Tensor) and t.is_meta and storage_address(t) not in read
         }
         changes = written.union(map(storage_address, outputs.values()))
@@ -264,7 +264,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
             return values
 
-        written = tree_leaves(written_arguments(function, args, kwargs))
+        written = _leaves(written_arguments(function, args, kwargs))
         if any(isinstance(tensor, torch.Tensor) and tensor.is_meta for tensor in written):
             raise CheckpointError(
                 f"cannot build on meta: {name} writes to a tensor on meta, and needs the values of another one, "
@@ -491,7 +491,7 @@ def _on_meta(argument: Any) -> Any:
 
 def _needs_values(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Return whether an operation on meta tensors cannot wait for a replay; see [Note: values on meta]."""
-    written = tree_leaves(written_arguments(function, args, kwargs))
+    written = _leaves(written_arguments(function, args, kwargs))
     if any(isinstance(tensor, torch.Tensor) and not tensor.is_meta for tensor in written):
         return True
     name = str(getattr(schema_of(function), "name", ""))
@@ -504,9 +504,33 @@ def _needs_values(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
     return torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
 
 
-def _storages_of(values: Any) -> frozenset[int]:
+def _storages_of(values: Sequence[Any]) -> frozenset[int]:
     """Return the storages of the meta tensors among nested values."""
-    return frozenset(storage_address(t) for t in tree_leaves(values) if isinstance(t, torch.Tensor) and t.is_meta)
+    return frozenset(storage_address(t) for t in _leaves(values) if isinstance(t, torch.Tensor) and t.is_meta)
+
+
+def _is_leaf(value: Any) -> bool:
+    """Return whether an argument of an operation is no container; most are not, and tree functions take their time."""
+    return isinstance(value, (torch.Tensor, *_LEAVES))
+
+
+_LEAVES = (int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def _leaves(values: Sequence[Any]) -> list[Any]:
+    """Return the leaves of nested values."""
+    return [*values] if all(map(_is_leaf, values)) else tree_leaves(values)
+
+
+def _mapped(
+    function: Callable[[Any], Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Apply a function to the leaves of the arguments of an operation."""
+
+    def mapped(value: Any) -> Any:
+        return function(value) if _is_leaf(value) else tree_map(function, value)
+
+    return tuple(map(mapped, args)), {name: mapped(value) for name, value in kwargs.items()}
 
 
 def written_arguments(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
