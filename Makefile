@@ -154,7 +154,11 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/imports.py
 	$(BIN)/python benchmarks/weights.py
 	$(BIN)/python benchmarks/checkpoint.py
+	$(BIN)/python benchmarks/stall.py
+	$(BIN)/python benchmarks/dcp.py
+	$(BIN)/python benchmarks/signature.py
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/scale.py
 	$(BIN)/python benchmarks/rollout.py
 	$(BIN)/python benchmarks/data.py
 	$(BIN)/python benchmarks/lerobot.py
