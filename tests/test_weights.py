@@ -227,9 +227,10 @@ def test_only_a_load_into_new_memory_allocates_pages(folder):
     shard_model(model, config=StrategyConfig(bf16=False))
     with patch.object(verified_read, "populate") as calls:
         load_weights(model)
-        assert calls.call_count == len(list(model.parameters()))
+        count = calls.call_count  # a read that is split into blocks calls it once per part
+        assert count >= len(list(model.parameters()))
         load_weights(model)
-        assert calls.call_count == len(list(model.parameters()))
+        assert calls.call_count == count
 
 
 # --- what is built, and how -------------------------------------------------------------------------------------------

@@ -191,7 +191,7 @@ def save_checkpoint(
     )
     for own in models.values():
         check_schedule_of(own.scheduler, own.optimizer, "save", CheckpointError)
-    path, staging = request.path, background_save.staging()
+    given_dir, staging = request.save_dir, background_save.staging()
     with all_or_none("save", CheckpointError, has_terms=True) as terms:
         request.agree_between_ranks(terms)
         request.check()
@@ -217,7 +217,7 @@ def save_checkpoint(
         background_save.save_in_background(str(request.path), functools.partial(_execute, plan))
     else:
         _execute(plan)
-    return path
+    return given_dir / request.tag
 
 
 def _with_sharded_modules(request: SaveRequest) -> SaveRequest:
