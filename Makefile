@@ -158,7 +158,7 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/dcp.py
 	$(BIN)/python benchmarks/signature.py
 	$(BIN)/python benchmarks/memory.py
-	$(BIN)/python benchmarks/scale.py
+	$(BIN)/python benchmarks/scale.py --tensors 1000 10000
 	$(BIN)/python benchmarks/rollout.py
 	$(BIN)/python benchmarks/data.py
 	$(BIN)/python benchmarks/lerobot.py

@@ -1,7 +1,7 @@
 """Allocate the pages of new host memory before a read fills it: one system call instead of a fault for each page.
 
-Input: a CPU tensor that was allocated and not written yet. Output: the same tensor, with pages; its values are
-undefined. The kernel allocates and clears a page when it is first written to. In a load from a RAM disk or the page
+Input: a CPU tensor that was allocated and not written yet. Output: the same tensor, with pages; existing values stay
+as they are. The kernel allocates and clears a page when it is first written to. In a load from a RAM disk or the page
 cache, these faults would take longer than the copy, because threads that fault in one process wait for each other.
 """
 
@@ -22,7 +22,7 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def populate(tensor: torch.Tensor) -> None:
-    """Allocate the pages of a contiguous CPU tensor; do nothing for a small one, or one on another device.
+    """Allocate the pages of as many bytes as a CPU tensor has from its first element on; skip small tensors.
 
     Errors are ignored, for example of a kernel that lacks the call: the first write to a page then allocates it.
     """
